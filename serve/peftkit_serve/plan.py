@@ -1,0 +1,55 @@
+"""What scheduler and runner say to each other: plain frozen data, so that a plan can be asserted in a test.
+
+The scheduler answers `schedule() -> StepPlan`; the runner turns it into tensors and answers `StepResult`.
+Prefill and decode are one thing: a chunk of tokens whose keys and values are still to be computed.
+"""
+
+from dataclasses import dataclass
+
+from peftkit_serve.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Draw one token after a chunk's last position."""
+
+    params: SamplingParams
+    seed: int
+    """The request's seed, resolved; with `step` it fixes the random draw."""
+    step: int
+    """How many tokens the request has generated before this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One request's share of a step."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    """New tokens: their keys and values are computed and written in this step."""
+    start: int
+    """Position of the first one: virtual tokens + text tokens before it. Everything before is already in the pages."""
+    block_table: tuple[int, ...]
+    """Pages of the request in order of position; they cover `start + len(token_ids)` positions."""
+    slot: int
+    """Adapter slot whose weights apply to these rows; -1 is the bare base (prompt-family adapters too)."""
+    num_virtual: int
+    """Virtual tokens at the head of the block table; they stay visible under a sliding window."""
+    sample: Sample | None
+    """None while a prompt is not yet wholly computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One engine step."""
+
+    chunks: tuple[Chunk, ...]
+    copies: tuple[tuple[int, int], ...] = ()
+    """(source page, destination page): copied whole before the step runs (copy-on-write of a shared partial page)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step drew: request id → token id, one for each chunk that had `sample`."""
+
+    tokens: dict[str, int]
