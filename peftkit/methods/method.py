@@ -1,0 +1,140 @@
+"""What every method offers once it is attached to a model, and how names are matched to modules."""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from peftkit.errors import AdapterError, InputError, did_you_mean
+
+
+class MethodSettings(BaseModel):
+    """Base of the method configs: frozen, and a key that isn't known is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def identity(self) -> dict[str, Any]:
+        """What of this config changes the function that the adapter computes, with sets in a fixed order."""
+        raise AssertionError("every method config defines identity()")
+
+
+class Method(ABC):
+    """One adapter attached to one model.
+
+    `parameters()` is the trainable parametrisation (what a checkpoint holds); `export()` is what an adapter folder
+    holds, under HF PEFT's keys. For methods without a reparameterisation the two are the same tensors.
+    """
+
+    kind: ClassVar[str]
+    config: Any
+
+    @abstractmethod
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Trainable parameters by stable name."""
+
+    @abstractmethod
+    def export(self) -> dict[str, Tensor]:
+        """Tensors of the adapter folder by PEFT key: detached float32 copies on the CPU."""
+
+    @abstractmethod
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor that `export` gives and `load` takes, by PEFT key."""
+
+    @abstractmethod
+    def detach(self) -> None:
+        """Takes the adapter out of the model, which is then as it was before."""
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copies exported tensors into the attached parameters.
+
+        Raises AdapterError naming every missing or unexpected key and the first wrong shape; then nothing is copied.
+        """
+        check_tensors(tensors, self.expected())
+        self.assign(tensors)
+
+    @abstractmethod
+    def assign(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copies checked tensors into the parameters."""
+
+
+def check_tensors(
+    tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], where: str = "adapter"
+) -> None:
+    """Raises AdapterError unless `tensors` has exactly the keys and shapes of `expected`."""
+    unexpected = sorted(set(tensors) - set(expected))
+    missing = sorted(set(expected) - set(tensors))
+    if unexpected:
+        hint = did_you_mean(unexpected[0], missing or expected)
+        raise AdapterError(f"{where}: {len(unexpected)} tensors match nothing in the model: {_some(unexpected)}{hint}")
+    if missing:
+        raise AdapterError(f"{where}: {len(missing)} tensors that its config promises are missing: {_some(missing)}")
+    for key, shape in expected.items():
+        if tuple(tensors[key].shape) != shape:
+            raise AdapterError(
+                f"{where}: {key} has shape {list(tensors[key].shape)}, this base and config need {list(shape)}"
+            )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+
+
+def linear_shapes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
+    """Module path → (out_features, in_features) of every linear layer of a model, adapters left out."""
+    return {
+        name.removesuffix(".base_layer"): (module.out_features, module.in_features)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+
+
+def matches(path: str, name: str) -> bool:
+    """HF PEFT's rule for a list of names: the whole path, or its end after a dot."""
+    return path == name or path.endswith("." + name)
+
+
+def match_names(names: Iterable[str], paths: Iterable[str], field: str) -> set[str]:
+    """Paths matched by a list of names; a name that matches none raises InputError with the nearest right name."""
+    paths = list(paths)
+    found: set[str] = set()
+    for name in names:
+        hit = {path for path in paths if matches(path, name)}
+        if not hit:
+            known = {path.rsplit(".", 1)[-1] for path in paths} | set(paths)
+            raise InputError(
+                f"{field}: '{name}' matches no module of this model{did_you_mean(name, known)}", field=field
+            )
+        found |= hit
+    return found
+
+
+def match_regex(pattern: str, paths: Iterable[str], field: str) -> set[str]:
+    """Paths that a regular expression matches whole, as HF PEFT reads a string; InputError when there is none."""
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise InputError(f"{field}: '{pattern}' is not a regular expression: {error}", field=field) from error
+    paths = list(paths)
+    found = {path for path in paths if compiled.fullmatch(path)}
+    if not found:
+        known = {path.rsplit(".", 1)[-1] for path in paths}
+        raise InputError(
+            f"{field}: '{pattern}' matches no module of this model{did_you_mean(pattern, known)}", field=field
+        )
+    return found
+
+
+def replace_module(model: nn.Module, path: str, module: nn.Module) -> None:
+    """Puts `module` at a dotted path of `model`."""
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, module)
+
+
+def exported(tensor: Tensor) -> Tensor:
+    """A detached float32 copy on the CPU."""
+    return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
