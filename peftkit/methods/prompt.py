@@ -120,7 +120,7 @@ class PromptTuning(Method):
         del self._model.virtual_tokens
 
     def _prepend(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-        """Extends the trunk's inputs by the virtual tokens; only mask and positions where a cache holds them already."""
+        """Extends the trunk's inputs by the virtual tokens; only mask and positions once a cache holds them."""
         if args:
             kwargs["input_ids"], *rest = args
             assert not rest, "a trunk is called with keywords beyond input_ids"

@@ -1,0 +1,23 @@
+"""The identity of an adapter: a hash over what it computes, not over where it lies or how it is called."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from peftkit.methods import MethodConfig
+
+
+def uid_of(config: MethodConfig, tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 (hex) over the config's identity and, in order of name, each tensor's name, dtype, shape and bytes.
+
+    Every cache of an adapter's weights or of keys and values made with them is keyed by this.
+    """
+    digest = hashlib.sha256(json.dumps(config.identity(), sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name}|{tensor.dtype}|{list(tensor.shape)}|".encode())
+        digest.update(tensor.view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,206 @@
+"""`adapter_config.json` as HF PEFT 0.21 writes it, to and from our method configs.
+
+A field that changes what an adapter computes and that we don't honour must hold its neutral value, else the adapter is
+refused by the field's name. A field that PEFT doesn't have is refused unless it is empty.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from peftkit.errors import AdapterError, UnsupportedError, did_you_mean
+from peftkit.methods import LoraConfig, MethodConfig, PromptTuningConfig
+
+PEFT_VERSION = "0.21.2"
+_Config = TypeVar("_Config", LoraConfig, PromptTuningConfig)
+
+# fields that name things or steer training alone: read past, written with these values
+_COMMON: dict[str, Any] = {
+    "auto_mapping": None,
+    "inference_mode": True,
+    "peft_version": PEFT_VERSION,
+    "revision": None,
+    "task_type": "CAUSAL_LM",
+}
+
+# fields of peft_type LORA that must be neutral (the value given here) because we don't honour them
+_LORA_NEUTRAL: dict[str, Any] = {
+    "alora_invocation_tokens": None,
+    "arrow_config": None,
+    "bias": "none",
+    "corda_config": None,
+    "eva_config": None,
+    "fan_in_fan_out": False,
+    "kasa_config": None,
+    "layer_replication": None,
+    "lora_bias": False,
+    "lora_ga_config": None,
+    "modules_to_save": None,
+    "monteclora_config": None,
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "use_bdlora": None,
+    "use_dora": False,
+    "use_qalora": False,
+    "velora_config": None,
+}
+_LORA_IGNORED: dict[str, Any] = {
+    "ensure_weight_tying": False,
+    "loftq_config": {},
+    "megatron_config": None,
+    "megatron_core": "megatron.core",
+    "qalora_group_size": 16,
+}
+# initialisations that leave the base as it was; the others (PiSSA, OLoRA, CorDA, LoftQ, …) also change the base
+_PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")
+
+_LORA_FIELDS = (
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "init_lora_weights",
+)
+_PROMPT_FIELDS = (
+    "num_virtual_tokens",
+    "token_dim",
+    "num_transformer_submodules",
+    "num_attention_heads",
+    "num_layers",
+    "modules_to_save",
+    "prompt_tuning_init",
+    "prompt_tuning_init_text",
+    "tokenizer_name_or_path",
+    "tokenizer_kwargs",
+)
+_BASE_FIELDS = ("peft_type", "base_model_name_or_path", *_COMMON)
+
+
+def to_peft(config: MethodConfig, base_name: str | None, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `adapter_config.json`. `tensors` (PEFT key → tensor) says which layers "all-linear" came to."""
+    common = {**_COMMON, "base_model_name_or_path": base_name}
+    if isinstance(config, LoraConfig):
+        return {
+            **common,
+            **_LORA_NEUTRAL,
+            **_LORA_IGNORED,
+            "peft_type": "LORA",
+            "r": config.r,
+            "lora_alpha": _number(config.alpha),
+            "lora_dropout": config.dropout,
+            "target_modules": _target_modules(config, tensors),
+            "exclude_modules": config.exclude or None,
+            "layers_to_transform": config.layers_to_transform,
+            "layers_pattern": None,
+            "rank_pattern": dict(config.rank_pattern),
+            "alpha_pattern": {key: _number(value) for key, value in config.alpha_pattern.items()},
+            "use_rslora": config.variant == "rslora",
+            "init_lora_weights": True,
+        }
+    (embeddings,) = tensors.values()
+    return {
+        **common,
+        "peft_type": "PROMPT_TUNING",
+        "num_virtual_tokens": config.num_virtual_tokens,
+        "token_dim": int(embeddings.shape[1]),
+        "num_transformer_submodules": 1,
+        "num_attention_heads": None,
+        "num_layers": None,
+        "modules_to_save": None,
+        # how it began no longer matters, and TEXT would have PEFT look for a tokenizer
+        "prompt_tuning_init": "RANDOM",
+        "prompt_tuning_init_text": None,
+        "tokenizer_name_or_path": None,
+        "tokenizer_kwargs": None,
+    }
+
+
+def from_peft(fields: Mapping[str, Any], where: str) -> MethodConfig:
+    """The method config of an `adapter_config.json`; `where` is named in errors.
+
+    Raises UnsupportedError for a feature that can't be honoured, AdapterError for a missing or wrong field.
+    """
+    peft_type = fields.get("peft_type")
+    if peft_type is None:
+        raise AdapterError(f"{where}: peft_type is missing", field="peft_type")
+    if peft_type == "LORA":
+        return _lora(fields, where)
+    if peft_type == "PROMPT_TUNING":
+        return _prompt(fields, where)
+    hint = did_you_mean(str(peft_type), ("LORA", "PROMPT_TUNING"))
+    raise UnsupportedError(f"{where}: peft_type {peft_type} isn't one of LORA, PROMPT_TUNING{hint}", field="peft_type")
+
+
+def _lora(fields: Mapping[str, Any], where: str) -> LoraConfig:
+    _refuse_unknown(fields, (*_BASE_FIELDS, *_LORA_FIELDS, *_LORA_NEUTRAL, *_LORA_IGNORED), where)
+    for name, neutral in _LORA_NEUTRAL.items():
+        value = fields.get(name, neutral)
+        if value != neutral and value not in (None, False, [], {}):
+            raise UnsupportedError(f"{where}: {name} is {value!r}, which can't be honoured", field=name)
+    init = fields.get("init_lora_weights", True)
+    if init not in _PLAIN_INITS:
+        raise UnsupportedError(
+            f"{where}: init_lora_weights '{init}' changed the base in training: convert it to a plain LoRA first",
+            field="init_lora_weights",
+        )
+    if fields.get("layers_pattern") not in (None, "layers", ["layers"], []):
+        raise UnsupportedError(f"{where}: layers_pattern can't be honoured", field="layers_pattern")
+    layers = fields.get("layers_to_transform")
+    settings = {
+        "r": fields.get("r"),
+        "alpha": fields.get("lora_alpha"),
+        "dropout": fields.get("lora_dropout") or 0.0,
+        "targets": fields.get("target_modules"),
+        "exclude": fields.get("exclude_modules") or [],
+        "layers_to_transform": [layers] if isinstance(layers, int) else layers,
+        "rank_pattern": fields.get("rank_pattern") or {},
+        "alpha_pattern": fields.get("alpha_pattern") or {},
+        "variant": "rslora" if fields.get("use_rslora") else "plain",
+    }
+    return _validated(LoraConfig, settings, where)
+
+
+def _prompt(fields: Mapping[str, Any], where: str) -> PromptTuningConfig:
+    _refuse_unknown(fields, (*_BASE_FIELDS, *_PROMPT_FIELDS), where)
+    if fields.get("modules_to_save"):
+        raise UnsupportedError(f"{where}: modules_to_save can't be honoured", field="modules_to_save")
+    if fields.get("num_transformer_submodules") not in (None, 1):
+        raise UnsupportedError(
+            f"{where}: num_transformer_submodules must be 1 for a decoder", field="num_transformer_submodules"
+        )
+    return _validated(PromptTuningConfig, {"num_virtual_tokens": fields.get("num_virtual_tokens")}, where)
+
+
+def _validated(kind: type[_Config], settings: dict[str, Any], where: str) -> _Config:
+    try:
+        return kind(**settings)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise AdapterError(f"{where}: {field}: {first['msg']}", field=field) from error
+
+
+def _refuse_unknown(fields: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    for name, value in fields.items():
+        if name not in known and value not in (None, False, [], {}):
+            hint = did_you_mean(name, known)
+            raise UnsupportedError(
+                f"{where}: field '{name}' isn't known, so its effect can't be honoured{hint}", field=name
+            )
+
+
+def _target_modules(config: LoraConfig, tensors: Mapping[str, Any]) -> list[str] | str:
+    if config.targets != "all-linear":
+        return config.targets if isinstance(config.targets, str) else sorted(set(config.targets))
+    return sorted({key.split(".lora_")[0].rsplit(".", 1)[-1] for key in tensors})
+
+
+def _number(value: float) -> float | int:
+    return int(value) if float(value).is_integer() else value

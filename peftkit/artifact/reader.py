@@ -1,0 +1,181 @@
+"""Reading an adapter folder, strictly: what can't be applied whole is an error that names the culprit."""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+
+from peftkit.artifact.identity import uid_of
+from peftkit.artifact.peft_format import from_peft
+from peftkit.base import BaseInfo, module_shapes
+from peftkit.errors import AdapterError, BaseMismatchError, InputError
+from peftkit.methods import LoraConfig, MethodConfig
+from peftkit.methods.lora import PREFIX, expected_tensors
+from peftkit.methods.method import check_tensors
+from peftkit.methods.prompt import KEY as PROMPT_KEY
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "adapter_config.json"
+TENSOR_FILE = "adapter_model.safetensors"
+RECORD_FILE = "peftkit.json"
+_CONVERT = (
+    "python -c 'import torch, safetensors.torch as s; "
+    's.save_file(torch.load("adapter_model.bin", weights_only=True), "adapter_model.safetensors")\''
+)
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """An adapter as it lies on disk."""
+
+    path: Path
+    config: MethodConfig
+    tensors: dict[str, Tensor]
+    """PEFT key → CPU tensor."""
+    uid: str
+    """SHA-256 over what the adapter computes."""
+    record: dict[str, Any]
+    """What `peftkit.json` says of its making; empty for a folder that another program wrote."""
+
+
+def read_adapter(
+    path: str | Path,
+    *,
+    base: BaseInfo | None = None,
+    config: PretrainedConfig | None = None,
+    strict_base: bool = False,
+) -> Artifact:
+    """Reads and checks an adapter folder.
+
+    With `base` the adapter must fit it: another architecture, tokenizer or shape is BaseMismatchError; other weights or
+    settings of the same shape are a warning, or an error with `strict_base`. `config` alone checks shapes only. Without
+    either, what is checked is that the folder is whole and its tensors agree with its own config.
+    Raises AdapterError or its children; nothing is unpickled.
+    """
+    folder = Path(path)
+    fields = _read_json(_present(folder, CONFIG_FILE))
+    method = from_peft(fields, str(folder / CONFIG_FILE))
+    tensors = {name: tensor for name, tensor in _read_tensors(folder).items() if not _is_frozen_copy(name)}
+    record = _read_json(folder / RECORD_FILE) if (folder / RECORD_FILE).exists() else {}
+    if base is not None:
+        config = AutoConfig.from_pretrained(base.path)
+        _check_base(folder, record, base, strict_base)
+    _check_shapes(folder, method, tensors, config)
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise AdapterError(f"{folder / TENSOR_FILE}: {name} has values that aren't finite")
+    uid = uid_of(method, tensors)
+    if record.get("uid", uid) != uid:
+        raise AdapterError(
+            f"{folder}: its content isn't what {RECORD_FILE} was written for (uid differs): save it again"
+        )
+    return Artifact(path=folder, config=method, tensors=tensors, uid=uid, record=record)
+
+
+def base_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What a record says of the base: `id` and `fingerprint`, where it says so."""
+    return record.get("base") or {}
+
+
+def _present(folder: Path, name: str) -> Path:
+    if not folder.is_dir():
+        raise AdapterError(f"there is no adapter folder {folder}")
+    if not (folder / name).exists():
+        raise AdapterError(f"{folder} isn't an adapter folder: it has no {name}")
+    return folder / name
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise AdapterError(f"{path} can't be read as JSON: {error}") from error
+    if not isinstance(content, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise AdapterError(f"{path} must hold one JSON object")
+    return content
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    path = folder / TENSOR_FILE
+    if not path.exists() and (folder / "adapter_model.bin").exists():
+        raise AdapterError(
+            f"{folder} holds a pickled adapter_model.bin, which isn't loaded: convert it there with {_CONVERT}"
+        )
+    _present(folder, TENSOR_FILE)
+    try:
+        tensors = safetensors.torch.load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise AdapterError(f"{path} is damaged: {error}") from error
+    if not tensors:
+        raise AdapterError(f"{path} holds no tensors")
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise AdapterError(f"{path}: {name} is {tensor.dtype}, adapters hold floating-point tensors")
+    return tensors
+
+
+def _is_frozen_copy(name: str) -> bool:
+    """HF PEFT stores the frozen matrix of a targeted embedding or output layer beside its update."""
+    return ".base_layer." in name
+
+
+def _check_shapes(
+    folder: Path, method: MethodConfig, tensors: Mapping[str, Tensor], config: PretrainedConfig | None
+) -> None:
+    where = str(folder / TENSOR_FILE)
+    if isinstance(method, LoraConfig):
+        shapes = module_shapes(config) if config is not None else _own_shapes(tensors, where)
+        try:
+            sites = method.resolve(shapes)
+        except InputError as error:
+            raise AdapterError(f"{folder / CONFIG_FILE}: {error}", field=error.field) from error
+        check_tensors(tensors, expected_tensors(sites), where)
+        return
+    if config is not None:
+        hidden = int(config.hidden_size)
+    else:
+        hidden = int(tensors[PROMPT_KEY].shape[-1]) if PROMPT_KEY in tensors else 0
+    check_tensors(tensors, {PROMPT_KEY: (method.num_virtual_tokens, hidden)}, where)
+
+
+def _own_shapes(tensors: Mapping[str, Tensor], where: str) -> dict[str, tuple[int, int]]:
+    """(out, in) of the layers that a LoRA's own tensors speak of."""
+    sides: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        path, _, side = name.removesuffix(".weight").rpartition(".lora_")
+        if not path.startswith(PREFIX) or side not in ("A", "B") or tensor.dim() != 2:
+            raise AdapterError(f"{where}: {name} isn't a LoRA tensor of a linear layer")
+        sides.setdefault(path.removeprefix(PREFIX), {})[side] = tensor
+    for path, pair in sides.items():
+        if set(pair) != {"A", "B"}:
+            raise AdapterError(f"{where}: {path} has only lora_{next(iter(pair))}")
+    return {path: (pair["B"].shape[0], pair["A"].shape[1]) for path, pair in sides.items()}
+
+
+def _check_base(folder: Path, record: Mapping[str, Any], base: BaseInfo, strict_base: bool) -> None:
+    recorded = base_of(record)
+    made_for: dict[str, Any] = recorded.get("fingerprint") or {}
+    if not made_for:
+        logger.info("%s doesn't say which base it was made for: only its shapes are checked", folder)
+        return
+    here = base.fingerprint
+    name = recorded.get("id")
+    for part in ("architecture", "tokenizer"):
+        if made_for.get(part) != getattr(here, part):
+            raise BaseMismatchError(
+                f"{folder} was made for {name}, whose {part} is not that of {base.name}: serve it on its own base"
+            )
+    if any(made_for.get(part) != getattr(here, part) for part in ("weights", "config")):
+        message = f"{folder} was made for {name} with other weights or settings than those of {base.name}"
+        if strict_base:
+            raise BaseMismatchError(message)
+        logger.warning("%s: its answers may differ from those seen in training", message)

@@ -1,0 +1,77 @@
+"""Writing an adapter folder, so that at no moment a half-written one looks whole."""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from torch import Tensor
+
+from peftkit.artifact.identity import uid_of
+from peftkit.artifact.peft_format import from_peft, to_peft
+from peftkit.artifact.reader import CONFIG_FILE, RECORD_FILE, TENSOR_FILE, Artifact, base_of
+from peftkit.errors import RunError
+from peftkit.methods import MethodConfig
+
+
+def write_adapter(
+    path: str | Path, config: MethodConfig, tensors: Mapping[str, Tensor], record: Mapping[str, Any] | None = None
+) -> Artifact:
+    """Writes an HF PEFT folder with `peftkit.json` beside it and returns what a reader would find there.
+
+    `tensors` are by PEFT key; `record` is what is known of the adapter's making (base, recipe, metrics, …) as JSON
+    values. In a folder that exists only the adapter's own files are replaced. When there is no room (RunError), what
+    was there before is still there, whole.
+    """
+    folder = Path(path)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    peft_config = to_peft(config, base_of(record or {}).get("id"), tensors)
+    # as it will be read back: "all-linear" has become the list of layers
+    config = from_peft(peft_config, str(folder / CONFIG_FILE))
+    uid = uid_of(config, tensors)
+    full_record = {**(record or {}), "format": 1, "uid": uid}
+    files = {
+        TENSOR_FILE: safetensors.torch.save(tensors, metadata={"format": "pt"}),
+        RECORD_FILE: _json(full_record),
+        CONFIG_FILE: _json(peft_config),
+    }
+    write_files(folder, files)
+    return Artifact(path=folder, config=config, tensors=tensors, uid=uid, record=full_record)
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Puts files into a folder: all are written and synced under temporary names before the first is renamed.
+
+    The last file is the one whose presence makes the folder valid: it is taken away first and put back last. Raises
+    RunError when there is no room, and leaves the folder as it was.
+    """
+    existed = folder.exists()
+    staging = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
+    try:
+        staging.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            with open(staging / name, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        if not existed:
+            os.replace(staging, folder)
+            return
+        *others, marker = files
+        (folder / marker).unlink(missing_ok=True)
+        for name in (*others, marker):
+            os.replace(staging / name, folder / name)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise RunError(f"no room on the disk to write {folder}: free some space and run again") from error
+        raise RunError(f"can't write {folder}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
