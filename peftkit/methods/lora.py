@@ -172,6 +172,7 @@ class LoraLinear(nn.Module):
         self.scale = site.scale
         self.dropout = dropout
         self.in_features, self.out_features = site.in_features, site.out_features
+        self.train(base_layer.training)
 
     @property
     def weight(self) -> Tensor:

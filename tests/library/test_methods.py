@@ -1,0 +1,273 @@
+"""LoRA and prompt tuning on tiny random models: what attach promises, and what it refuses."""
+
+import pytest
+import torch
+from pydantic import ValidationError
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from peftkit.errors import AdapterError, InputError, UnsupportedError
+from peftkit.methods import LoraConfig, PromptTuningConfig, attach, attached, detach
+from peftkit.methods.method import linear_shapes
+
+CONFIGS = [LoraConfig(r=4, alpha=8), PromptTuningConfig(num_virtual_tokens=5)]
+
+
+@pytest.fixture
+def model(seed: int) -> PreTrainedModel:
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def randomise(model: PreTrainedModel) -> None:
+    """Gives every adapter weight a value that shows in the logits."""
+    for method in attached(model):
+        for parameter in method.parameters().values():
+            torch.nn.init.normal_(parameter, std=0.3)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+def test_only_adapter_weights_require_grad_and_receive_one(model: PreTrainedModel, config: LoraConfig) -> None:
+    attach(model, config, seed=3)
+    randomise(model)
+    ids = torch.randint(1, 97, (2, 9))
+    model(input_ids=ids, labels=ids).loss.backward()
+    (method,) = attached(model)
+    ours = {id(parameter) for parameter in method.parameters().values()}
+    assert {id(parameter) for parameter in model.parameters() if parameter.requires_grad} == ours
+    assert all(
+        parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in method.parameters().values()
+    )
+
+
+def test_lora_starts_at_the_base(model: PreTrainedModel) -> None:
+    ids = torch.randint(1, 97, (2, 9))
+    before = model(input_ids=ids).logits
+    assert torch.equal(attach(model, LoraConfig(r=4), seed=1)(input_ids=ids).logits, before)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+def test_detach_gives_the_base_back_bit_for_bit(model: PreTrainedModel, config: LoraConfig) -> None:
+    ids = torch.randint(1, 97, (2, 9))
+    before, names = model(input_ids=ids).logits, sorted(model.state_dict())
+    attach(model, config)
+    randomise(model)
+    assert not torch.equal(model(input_ids=ids).logits, before)
+    detach(model)
+    assert torch.equal(model(input_ids=ids).logits, before)
+    assert sorted(model.state_dict()) == names
+    assert attached(model) == []
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+def test_one_seed_gives_one_start(model: PreTrainedModel, config: LoraConfig) -> None:
+    first = attached(attach(model, config, seed=7))[0].export()
+    second = attached(attach(detach(model), config, seed=7))[0].export()
+    other = attached(attach(detach(model), config, seed=8))[0].export()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert any(not torch.equal(first[key], other[key]) for key in first)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+def test_left_padded_batch_equals_each_sequence_alone(model: PreTrainedModel, config: LoraConfig) -> None:
+    randomise(attach(model, config))
+    short, long = torch.randint(1, 97, (1, 4)), torch.randint(1, 97, (1, 11))
+    ids = torch.cat([torch.cat([torch.zeros(1, 7, dtype=torch.long), short], 1), long])
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    batch = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+    torch.testing.assert_close(batch[0, 7:], model(input_ids=short).logits[0], atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(batch[1], model(input_ids=long).logits[0], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+def test_generation_equals_teacher_forced_forward(model: PreTrainedModel, config: LoraConfig) -> None:
+    randomise(attach(model, config))
+    lengths, width, new = [3, 8], 8, 12
+    ids = torch.randint(1, 97, (2, width))
+    mask = torch.ones_like(ids)
+    mask[0, : width - lengths[0]] = 0
+    out = model.generate(
+        input_ids=ids * mask,
+        attention_mask=mask,
+        max_new_tokens=new,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    for row, length in enumerate(lengths):
+        alone = out.sequences[row : row + 1, width - length :]
+        forced = model(input_ids=alone).logits[0, length - 1 : -1]
+        stepwise = torch.stack([step[row] for step in out.logits])
+        torch.testing.assert_close(stepwise, forced, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+def test_gradient_checkpointing_changes_neither_loss_nor_gradients(model: PreTrainedModel, config: LoraConfig) -> None:
+    randomise(attach(model, config))
+    ids = torch.randint(1, 97, (2, 9))
+
+    def loss_and_grads() -> tuple[torch.Tensor, list[torch.Tensor]]:
+        model.zero_grad()
+        loss = model.train()(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return loss, [p.grad.clone() for p in attached(model)[0].parameters().values() if p.grad is not None]
+
+    plain = loss_and_grads()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpointed = loss_and_grads()
+    assert torch.equal(plain[0], checkpointed[0])
+    assert len(plain[1]) == len(checkpointed[1]) > 0
+    assert all(torch.equal(a, b) for a, b in zip(plain[1], checkpointed[1], strict=True))
+
+
+def test_logits_are_for_the_text_alone(model: PreTrainedModel) -> None:
+    attach(model, PromptTuningConfig(num_virtual_tokens=5))
+    assert model(input_ids=torch.randint(1, 97, (3, 7))).logits.shape == (3, 7, 97)
+
+
+def test_prompt_tuning_equals_embeddings_put_in_front_by_hand(model: PreTrainedModel) -> None:
+    ids = torch.randint(1, 97, (2, 6))
+    attach(model, PromptTuningConfig(num_virtual_tokens=4))
+    randomise(model)
+    ours = model(input_ids=ids).logits
+    prompt = attached(model)[0].export()["prompt_embeddings"]
+    detach(model)
+    embeds = torch.cat([prompt.expand(2, -1, -1), model.get_input_embeddings()(ids)], 1)
+    torch.testing.assert_close(ours, model(inputs_embeds=embeds).logits[:, 4:], atol=1e-5, rtol=1e-4)
+
+
+def test_text_init_takes_the_texts_own_embeddings(model: PreTrainedModel) -> None:
+    class Tokenizer:
+        def __call__(self, text: str, add_special_tokens: bool) -> "Tokenizer":
+            assert not add_special_tokens
+            self.input_ids = [5, 6, 7]
+            return self
+
+    config = PromptTuningConfig(num_virtual_tokens=5, init_text="some words")
+    assert config.init == "text"
+    attach(model, config, tokenizer=Tokenizer())  # type: ignore[arg-type]
+    expected = model.get_input_embeddings().weight[[5, 6, 7, 5, 6]]
+    assert torch.equal(attached(model)[0].export()["prompt_embeddings"], expected)
+
+
+def test_text_init_needs_text_and_a_tokenizer(model: PreTrainedModel) -> None:
+    with pytest.raises(ValidationError, match="init_text"):
+        PromptTuningConfig(init="text")
+    with pytest.raises(ValidationError, match="init_text"):
+        PromptTuningConfig(init="random", init_text="words")
+    with pytest.raises(InputError, match="tokenizer"):
+        attach(model, PromptTuningConfig(init_text="words"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            {"targets": ["q_proj", "layers.1.mlp.up_proj"]},
+            {"0.self_attn.q_proj", "1.self_attn.q_proj", "1.mlp.up_proj"},
+        ),
+        ({"targets": r".*\.0\..*(k|v)_proj"}, {"0.self_attn.k_proj", "0.self_attn.v_proj"}),
+        ({"targets": ["q_proj", "o_proj"], "exclude": ["o_proj"]}, {"0.self_attn.q_proj", "1.self_attn.q_proj"}),
+        ({"targets": ["q_proj"], "layers_to_transform": [1]}, {"1.self_attn.q_proj"}),
+    ],
+)
+def test_targets_pick_the_layers_they_name(
+    model: PreTrainedModel, settings: dict[str, object], expected: set[str]
+) -> None:
+    sites = LoraConfig(**settings).resolve(linear_shapes(model))  # type: ignore[arg-type]
+    assert {path.removeprefix("model.layers.") for path in sites} == expected
+
+
+def test_all_linear_takes_every_decoder_layer_and_not_the_output_embedding(model: PreTrainedModel) -> None:
+    sites = LoraConfig().resolve(linear_shapes(model))
+    assert len(sites) == 2 * 7 and "lm_head" not in sites
+
+
+def test_the_first_matching_pattern_wins_and_scales_follow_the_variant(model: PreTrainedModel) -> None:
+    patterns = {"rank_pattern": {"q_proj": 4, "layers.1.self_attn.q_proj": 8}, "alpha_pattern": {"v_proj": 2.0}}
+    sites = LoraConfig(r=16, alpha=32, **patterns).resolve(linear_shapes(model))  # type: ignore[arg-type]
+    rs = LoraConfig(r=16, alpha=32, variant="rslora", **patterns).resolve(linear_shapes(model))  # type: ignore[arg-type]
+    q1, v0, k0 = (f"model.layers.{name}_proj" for name in ("1.self_attn.q", "0.self_attn.v", "0.self_attn.k"))
+    assert [(sites[p].r, sites[p].scale) for p in (q1, v0, k0)] == [(4, 8.0), (16, 0.125), (16, 2.0)]
+    assert [rs[p].scale for p in (q1, v0, k0)] == [16.0, 0.5, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"targets": ["q_proj", "v_prj"]}, "'v_prj' matches no module.*did you mean 'v_proj'"),
+        ({"targets": ["q_proj"], "exclude": ["nothing"]}, "exclude: 'nothing'"),
+        ({"targets": "nothing.*"}, "targets: 'nothing"),
+        ({"targets": "(("}, "not a regular expression"),
+        ({"targets": []}, "targets is empty"),
+        ({"targets": ["q_proj"], "exclude": ["q_proj"]}, "leave no layer"),
+        ({"rank_pattern": {"q_prj": 4}}, "rank_pattern: 'q_prj'.*did you mean 'q_proj'"),
+        ({"alpha_pattern": {"lm_head": 4}}, "alpha_pattern: 'lm_head'"),
+        ({"layers_to_transform": [5]}, "no layer 5, this model has 0 to 1"),
+    ],
+)
+def test_a_name_that_matches_nothing_is_refused(
+    model: PreTrainedModel, settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        attach(model, LoraConfig(**settings))  # type: ignore[arg-type]
+    assert attached(model) == []
+    assert not any("lora" in name for name in model.state_dict())
+
+
+def test_lora_on_the_output_embedding_is_refused_by_name(model: PreTrainedModel) -> None:
+    with pytest.raises(UnsupportedError, match="lm_head"):
+        attach(model, LoraConfig(targets=["q_proj", "lm_head"]))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"r": 0}, {"dropout": 1.0}, {"alpha": 0}, {"rank_pattern": {"((": 4}}, {"lora_r": 4}]
+)
+def test_a_setting_out_of_range_is_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        LoraConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_a_second_adapter_of_a_kind_is_refused(model: PreTrainedModel) -> None:
+    attach(model, LoraConfig(r=2))
+    with pytest.raises(InputError, match="already"):
+        attach(model, LoraConfig(r=4))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+def test_load_refuses_wrong_tensors_and_copies_none(model: PreTrainedModel, config: LoraConfig) -> None:
+    (method,) = attached(attach(model, config))
+    before = method.export()
+    name = next(iter(before))
+    good = {key: torch.randn_like(value) for key, value in before.items()}
+    for bad in (
+        {key: value for key, value in good.items() if key != name},
+        {**good, "base_model.model.stray": torch.zeros(1)},
+        {**good, name: good[name][:-1]},
+    ):
+        with pytest.raises(AdapterError, match=r"missing|match nothing|has shape"):
+            method.load(bad)
+        assert all(torch.equal(value, before[key]) for key, value in method.export().items())
+    method.load(good)
+    assert all(torch.equal(value, good[key]) for key, value in method.export().items())
+
+
+def test_dropout_acts_in_training_alone(model: PreTrainedModel) -> None:
+    randomise(attach(model, LoraConfig(r=4, dropout=0.5)))
+    ids = torch.randint(1, 97, (1, 9))
+    assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+    model.train()
+    assert not torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
