@@ -1,0 +1,340 @@
+"""Which tokens are computed in the next step: continuous batching, one iteration at a time, in pure Python.
+
+There is no prefill and no decode here. A sequence has tokens whose keys and values are not computed yet (a new one
+all of its prompt, a running one the token drawn last, a preempted one everything again), and each step hands out a
+budget of tokens: to running sequences first, then to waiting ones in order of arrival.
+
+    waiting ──admit: pages for all known tokens, adapter pinned──▶ running ──finish──▶ gone
+       ▲                                                              │
+       └──────── preempt: the latest arrival, when pages run out ─────┘
+"""
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from peftkit.errors import AdapterError, InputError
+from peftkit_serve.pages import PAGE_TOKENS, PageAllocator, Prefix, pages_behind, pages_for
+from peftkit_serve.plan import Chunk, Sample, StepPlan, StepResult
+from peftkit_serve.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Residence:
+    """Where a resident adapter stands: what a chunk of its requests is computed with."""
+
+    slot: int = -1
+    """LoRA slot; -1 is the bare base."""
+    prefix: Prefix = Prefix()
+    """Virtual tokens at the head of the block table; empty for a LoRA."""
+
+
+class AdapterLeases(Protocol):
+    """What the scheduler asks of the adapter pool; adapters are named by uid.
+
+    A *reference* is held from `add` to the end of a request: the adapter is not freed before. A *pin* is held while
+    the request runs: its slot or prefix is neither moved nor evicted. A preempted request keeps the reference only.
+    """
+
+    def retain(self, uid: str) -> None:
+        """Takes a reference."""
+        ...
+
+    def release(self, uid: str) -> None:
+        """Gives a reference back."""
+        ...
+
+    def pin(self, uid: str) -> Residence | None:
+        """Makes the adapter resident and pins it; None while that isn't possible yet. AdapterError: it never will be."""
+        ...
+
+    def unpin(self, uid: str) -> None:
+        """Gives a pin back."""
+        ...
+
+    def num_pages_to_pin(self, uid: str) -> int:
+        """Free pages that `pin` would take now; 0 for a LoRA and for a resident prefix."""
+        ...
+
+    def reclaim(self, num_pages: int, keep: str | None) -> int:
+        """Evicts prefixes that nobody pins, but not `keep`'s, until `num_pages` are freed; returns pages freed."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request on its way: its tokens, how far they are computed, and what it holds."""
+
+    request_id: str
+    token_ids: list[int]
+    """Prompt, then generated tokens."""
+    num_prompt: int
+    params: SamplingParams
+    """`max_tokens` is what the request may really generate."""
+    seed: int
+    uid: str | None = None
+    num_virtual: int = 0
+    """Virtual tokens of its adapter."""
+    arrival: int = -1
+    num_computed: int = 0
+    """Tokens of `token_ids` whose keys and values are in the pages."""
+    num_bypassed: int = 0
+    """Later arrivals that were admitted while its adapter was not ready."""
+    table: list[int] = field(default_factory=list[int])
+    residence: Residence | None = None
+    """Set while running."""
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that the pages must hold: virtual tokens and all known tokens."""
+        return self.num_virtual + len(self.token_ids)
+
+    def chunk(self, num_tokens: int) -> Chunk:
+        """The next `num_tokens` tokens to compute."""
+        assert self.residence is not None and 0 < num_tokens
+        end = self.num_computed + num_tokens
+        drawn = Sample(self.params, self.seed, self.num_generated) if end == len(self.token_ids) else None
+        return Chunk(
+            request_id=self.request_id,
+            token_ids=tuple(self.token_ids[self.num_computed : end]),
+            start=self.num_virtual + self.num_computed,
+            block_table=tuple(self.table),
+            slot=self.residence.slot,
+            num_virtual=self.num_virtual,
+            sample=drawn,
+        )
+
+
+class Scheduler:
+    """Owns the sequences and what they hold. Nothing here is thread safe: one thread drives it."""
+
+    def __init__(
+        self,
+        pages: PageAllocator,
+        adapters: AdapterLeases,
+        *,
+        max_tokens_per_step: int,
+        max_requests: int,
+        max_bypass: int = 32,
+    ) -> None:
+        """
+        max_tokens_per_step: token budget of a step; at least `max_requests`, so that every running sequence advances.
+        max_requests: most sequences running at a time.
+        max_bypass: how many later arrivals may be admitted before one whose adapter is not ready.
+        """
+        if max_tokens_per_step < max_requests:
+            raise InputError(
+                f"max_tokens_per_step is {max_tokens_per_step}: it must be at least max_requests, {max_requests}",
+                field="max_tokens_per_step",
+            )
+        self._pages = pages
+        self._adapters = adapters
+        self._max_tokens = max_tokens_per_step
+        self._max_requests = max_requests
+        self._max_bypass = max_bypass
+        self._sequences: dict[str, Sequence] = {}
+        self._running: list[Sequence] = []  # both by arrival
+        self._waiting: list[Sequence] = []
+        self._rejected: list[tuple[Sequence, AdapterError]] = []
+        self._num_arrivals = 0
+        self.num_preemptions = 0
+
+    @property
+    def running(self) -> Items[Sequence]:
+        """Sequences that hold pages, by arrival."""
+        return self._running
+
+    @property
+    def waiting(self) -> Items[Sequence]:
+        """Sequences that hold no page, by arrival."""
+        return self._waiting
+
+    def has_work(self) -> bool:
+        """Whether any sequence is running or waiting."""
+        return bool(self._sequences)
+
+    def get(self, request_id: str) -> Sequence | None:
+        """The sequence of a request that has not ended."""
+        return self._sequences.get(request_id)
+
+    def max_text_tokens(self, num_virtual: int) -> int:
+        """Most text tokens, prompt and generated, that the pages hold for one request that is alone."""
+        partial = 1 if num_virtual % PAGE_TOKENS else 0  # the prefix's own last page, beside the request's copy of it
+        return (self._pages.num_pages - partial) * PAGE_TOKENS - num_virtual
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence and takes its adapter reference. InputError when the pages could never hold it."""
+        assert sequence.request_id not in self._sequences and sequence.num_generated == 0
+        most = self.max_text_tokens(sequence.num_virtual)
+        if sequence.num_prompt + sequence.params.max_tokens > most:
+            raise InputError(
+                f"the prompt has {sequence.num_prompt} tokens and max_tokens is {sequence.params.max_tokens}: "
+                f"together they must not pass the {most} tokens that the KV memory holds",
+                field="prompt",
+            )
+        if sequence.uid is not None:
+            self._adapters.retain(sequence.uid)
+        sequence.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        self._sequences[sequence.request_id] = sequence
+        self._waiting.append(sequence)
+
+    def schedule(self) -> StepPlan:
+        """Plans a step. The plan's chunks never pass the token budget and always stand in pages of their own."""
+        chunks: list[Chunk] = []
+        copies: list[tuple[int, int]] = []
+        budget = self._max_tokens
+        num_preemptions = self.num_preemptions
+        position = 0
+        while position < len(self._running):
+            sequence = self._running[position]
+            if not self._grow(sequence):
+                break
+            position += 1
+            reserved = len(self._running) - position  # a token for each one behind: a long prompt stalls nobody
+            num_missing = len(sequence.token_ids) - sequence.num_computed
+            num_tokens = min(num_missing, budget - reserved)
+            chunks.append(sequence.chunk(num_tokens))
+            budget -= num_tokens
+        if self.num_preemptions == num_preemptions:
+            self._admit(budget, chunks, copies)
+        return StepPlan(tuple(chunks), tuple(copies))
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[Sequence]:
+        """Books what a step computed. Returns the sequences that drew a token: it is the last of their `token_ids`."""
+        drawn: list[Sequence] = []
+        for chunk in plan.chunks:
+            sequence = self._sequences[chunk.request_id]
+            sequence.num_computed += len(chunk.token_ids)
+            if chunk.sample is not None:
+                sequence.token_ids.append(result.tokens[chunk.request_id])
+                drawn.append(sequence)
+        return drawn
+
+    def take_rejected(self) -> list[tuple[Sequence, AdapterError]]:
+        """Sequences that `schedule` found can't run, because their adapter can't. The caller ends them."""
+        rejected, self._rejected = self._rejected, []
+        return rejected
+
+    def finish(self, request_id: str) -> None:
+        """Ends a request, whatever the reason, and gives back all it holds, exactly once: the only place that does."""
+        sequence = self._sequences.pop(request_id)
+        if sequence.residence is not None:
+            self._vacate(sequence)
+            self._running.remove(sequence)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+        if sequence.uid is not None:
+            self._adapters.release(sequence.uid)
+
+    def check_integrity(self) -> Counter[int]:
+        """Asserts the queues' invariants; returns how many of the sequences hold each page."""
+        held: Counter[int] = Counter()
+        queued = [*self._running, *self._waiting, *(sequence for sequence, _ in self._rejected)]
+        assert len(queued) == len(self._sequences) and all(self._sequences[s.request_id] is s for s in queued)
+        for queue in (self._running, self._waiting):
+            assert all(a.arrival < b.arrival for a, b in zip(queue, queue[1:], strict=False)), "a queue is out of order"
+        assert len(self._running) <= self._max_requests
+        for sequence in self._running:
+            assert sequence.residence is not None
+            assert 0 <= sequence.num_computed < len(sequence.token_ids)
+            assert len(sequence.table) >= pages_for(sequence.num_virtual + sequence.num_computed)
+            held.update(sequence.table)
+        for sequence in self._waiting:
+            assert sequence.residence is None and not sequence.table and sequence.num_computed == 0
+        return held
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Takes the pages that a running sequence's known tokens need; False when it had to be preempted itself."""
+        num_missing = pages_for(sequence.num_positions) - len(sequence.table)
+        while self._pages.num_free < num_missing:
+            if self._adapters.reclaim(num_missing - self._pages.num_free, None):
+                continue
+            latest = self._running[-1]
+            self._preempt(latest)
+            if latest is sequence:
+                return False
+        sequence.table += self._pages.take(num_missing)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to waiting, with its generated tokens: they are computed again with the prompt."""
+        self._vacate(sequence)
+        self._running.remove(sequence)
+        insort(self._waiting, sequence, key=lambda one: one.arrival)
+        self.num_preemptions += 1
+
+    def _vacate(self, sequence: Sequence) -> None:
+        self._pages.release(sequence.table)
+        sequence.table = []
+        sequence.num_computed = 0
+        sequence.residence = None
+        if sequence.uid is not None:
+            self._adapters.unpin(sequence.uid)
+
+    def _admit(self, budget: int, chunks: list[Chunk], copies: list[tuple[int, int]]) -> None:
+        """Admits waiting sequences by arrival while budget, places and pages last.
+
+        One whose adapter is not ready is passed over, by at most `max_bypass` later ones; one that lacks pages is
+        never passed over, or a long prompt would wait for ever.
+        """
+        passed: list[Sequence] = []
+        unready: set[str | None] = set()
+        position = 0
+        while budget > 0 and position < len(self._waiting) and len(self._running) < self._max_requests:
+            if len(passed) == self._max_bypass or any(one.num_bypassed >= self._max_bypass for one in passed):
+                break
+            sequence = self._waiting[position]
+            outcome = "unready" if sequence.uid in unready else self._place(sequence, copies)
+            if outcome == "short":
+                break
+            if outcome == "unready":
+                unready.add(sequence.uid)
+                passed.append(sequence)
+                position += 1
+                continue
+            del self._waiting[position]
+            if outcome == "rejected":
+                continue
+            for one in passed:
+                one.num_bypassed += 1
+            insort(self._running, sequence, key=lambda one: one.arrival)
+            num_tokens = min(len(sequence.token_ids), budget)
+            chunks.append(sequence.chunk(num_tokens))
+            budget -= num_tokens
+
+    def _place(
+        self, sequence: Sequence, copies: list[tuple[int, int]]
+    ) -> Literal["placed", "short", "unready", "rejected"]:
+        """Pins a waiting sequence's adapter and takes pages for all its known tokens, or takes nothing.
+
+        One page for each running sequence stays free, so that admitting this one does not at once preempt another.
+        """
+        num_own = pages_behind(sequence.num_virtual, sequence.num_positions)
+        num_needed = num_own + len(self._running)
+        if sequence.uid is not None:
+            num_needed += self._adapters.num_pages_to_pin(sequence.uid)
+        if self._pages.num_free < num_needed:
+            self._adapters.reclaim(num_needed - self._pages.num_free, sequence.uid)
+        if self._pages.num_free < num_needed:
+            return "short"
+        residence: Residence | None = Residence()
+        if sequence.uid is not None:
+            try:
+                residence = self._adapters.pin(sequence.uid)
+            except AdapterError as error:
+                self._rejected.append((sequence, error))
+                return "rejected"
+        if residence is None:
+            return "unready"
+        assert residence.prefix.num_tokens == sequence.num_virtual
+        sequence.residence = residence
+        sequence.table, to_copy = self._pages.fork(residence.prefix, sequence.num_positions)
+        copies.extend(to_copy)
+        return "placed"

@@ -1,0 +1,160 @@
+"""Incremental text: pieces joined equal one-shot decoding, characters stay whole, stop strings never leak."""
+
+import random
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from peftkit_serve.detokenizer import Detokenizer
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """256 bytes, some merged pairs, one special token: as GPT-2, Llama 3, Qwen and SmolLM2 have it."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: index for index, symbol in enumerate(alphabet)}
+    merges = [(a, b) for a in alphabet[:20] for b in alphabet[-20:]]
+    for left, right in merges:
+        vocab.setdefault(left + right, len(vocab))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+
+
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """Pieces with ▁ and the 256 byte tokens behind them: as Llama 2 and Mistral have it."""
+    pieces = [
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "a",
+        "b",
+        "é",
+        "▁a",
+        "▁the",
+        "the",
+        "▁▁",
+        ".",
+        "▁.",
+    ]
+    tokenizer = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[], unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+
+
+TOKENIZERS = {"byte_level": byte_level(), "byte_fallback": byte_fallback()}
+
+
+@pytest.fixture(params=sorted(TOKENIZERS))
+def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
+    return TOKENIZERS[request.param]
+
+
+def one_shot(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
+    text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
+
+
+def byte_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """Ids that spell `text` byte by byte."""
+    if tokenizer is TOKENIZERS["byte_fallback"]:
+        return [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in text.encode()]
+    symbols = [pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(c)[0][0] for c in text]
+    return [tokenizer.convert_tokens_to_ids(symbol) for symbol in "".join(symbols)]
+
+
+def stream(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
+    pieces: list[str] = []
+    for token_id in ids:
+        pieces.append(detokenizer.push(token_id))
+        assert detokenizer.text == "".join(pieces)
+        if detokenizer.stopped:
+            break
+    return [*pieces, detokenizer.flush()]
+
+
+def test_random_ids_join_to_the_one_shot_text(tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(300):
+        ids = [rng.randrange(len(tokenizer)) for _ in range(rng.randint(1, 40))]
+        assert "".join(stream(Detokenizer(tokenizer), ids)) == one_shot(tokenizer, ids)
+
+
+def test_pieces_with_spaces_and_specials_join_to_the_one_shot_text(seed: int) -> None:
+    tokenizer, rng = TOKENIZERS["byte_fallback"], random.Random(seed)
+    pieces = [*range(256, len(tokenizer)), 11, 196, 170]
+    for _ in range(500):
+        ids = [rng.choice(pieces) for _ in range(rng.randint(1, 20))]
+        assert "".join(stream(Detokenizer(tokenizer), ids)) == one_shot(tokenizer, ids)
+
+
+def test_a_character_is_never_emitted_in_halves(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = "né 你好 🙂🏽 x"
+    pieces = stream(Detokenizer(tokenizer), byte_ids(tokenizer, text))
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_byte_level_text_streams_as_soon_as_a_character_is_whole() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    assert stream(Detokenizer(tokenizer), byte_ids(tokenizer, "aé!")) == ["a", "", "é", "!", ""]
+
+
+def test_an_end_inside_a_character_shows_what_one_shot_decoding_shows(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = byte_ids(tokenizer, "a🙂")[:-2]
+    assert "".join(stream(Detokenizer(tokenizer), ids)) == one_shot(tokenizer, ids)
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        (["lo w"], "hel"),
+        (["world", "o"], "hell"),
+        (["xyz"], "hello world"),
+        (["world!"], "hello world"),
+        (["hello"], ""),
+        (["d"], "hello worl"),
+        (["llo world", "wo"], "hello "),
+        (["lo", "ello w"], "hel"),
+    ],
+)
+def test_text_ends_before_the_stop_string_that_is_complete_first(stop: list[str], expected: str) -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    ids = byte_ids(tokenizer, "hello world")
+    detokenizer = Detokenizer(tokenizer, stop)
+    assert "".join(stream(detokenizer, ids)) == expected
+    assert detokenizer.stopped == (expected != "hello world")
+
+
+def test_nothing_of_a_possible_stop_string_is_streamed_early(seed: int) -> None:
+    tokenizer, rng = TOKENIZERS["byte_level"], random.Random(seed)
+    for _ in range(400):
+        stops = ["".join(rng.choices("abé", k=rng.randint(1, 4))) for _ in range(rng.randint(1, 3))]
+        text = "".join(rng.choices("abé", k=30))
+        ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+        detokenizer = Detokenizer(tokenizer, stops)
+        streamed = "".join(stream(detokenizer, byte_ids(tokenizer, text)))
+        if not ends:
+            assert streamed == text and not detokenizer.stopped
+            continue
+        first = min(ends)
+        longest = max(len(stop) for stop in stops if text[:first].endswith(stop))
+        assert streamed == text[: first - longest] and detokenizer.stopped
+
+
+def test_held_text_is_released_as_soon_as_it_cannot_become_a_stop_string() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    assert stream(Detokenizer(tokenizer, ["abc"]), byte_ids(tokenizer, "xababd")) == ["x", "", "", "ab", "", "abd", ""]
+
+
+def test_a_stop_string_that_only_the_end_completes_still_cuts(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = byte_ids(tokenizer, "a\n")
+    detokenizer = Detokenizer(tokenizer, ["\n"])
+    assert "".join(stream(detokenizer, ids)) == "a" and detokenizer.stopped

@@ -1,0 +1,333 @@
+"""The scheduler against pure Python fakes: what it plans, in which order, and what it holds."""
+
+import random
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+
+from peftkit.errors import AdapterError, InputError
+from peftkit_serve.pages import PAGE_TOKENS, PageAllocator, Prefix, pages_for
+from peftkit_serve.plan import StepPlan, StepResult
+from peftkit_serve.request import SamplingParams
+from peftkit_serve.scheduler import Residence, Scheduler, Sequence
+
+
+@dataclass
+class FakeAdapters:
+    """LoRA slots and prefixes without tensors. A uid "p20" is a prompt of 20 virtual tokens, any other a LoRA."""
+
+    pages: PageAllocator
+    num_slots: int = 2
+    references: Counter[str] = field(default_factory=Counter)
+    pins: Counter[str] = field(default_factory=Counter)
+    slots: dict[str, int] = field(default_factory=dict)
+    prefixes: dict[str, Prefix] = field(default_factory=dict)
+    broken: set[str] = field(default_factory=set)
+
+    def retain(self, uid: str) -> None:
+        self.references[uid] += 1
+
+    def release(self, uid: str) -> None:
+        assert self.references[uid] > self.pins[uid]
+        self.references[uid] -= 1
+
+    def num_pages_to_pin(self, uid: str) -> int:
+        return pages_for(int(uid[1:])) if uid[0] == "p" and uid not in self.prefixes else 0
+
+    def pin(self, uid: str) -> Residence | None:
+        if uid in self.broken:
+            raise AdapterError(f"{uid} is broken")
+        if uid[0] == "p":
+            if uid not in self.prefixes:
+                size = int(uid[1:])
+                self.prefixes[uid] = Prefix(tuple(self.pages.take(pages_for(size))), size)
+            self.pins[uid] += 1
+            return Residence(prefix=self.prefixes[uid])
+        if uid not in self.slots:
+            taken = {slot for other, slot in self.slots.items() if self.pins[other]}
+            free = sorted(set(range(self.num_slots)) - taken)
+            if not free:
+                return None
+            self.slots = {other: slot for other, slot in self.slots.items() if slot != free[0]} | {uid: free[0]}
+        self.pins[uid] += 1
+        return Residence(slot=self.slots[uid])
+
+    def unpin(self, uid: str) -> None:
+        assert self.pins[uid] > 0
+        self.pins[uid] -= 1
+
+    def reclaim(self, num_pages: int, keep: str | None) -> int:
+        freed = 0
+        for uid in [uid for uid in self.prefixes if not self.pins[uid] and uid != keep]:
+            if freed < num_pages:
+                prefix = self.prefixes.pop(uid)
+                self.pages.release(prefix.pages)
+                freed += len(prefix.pages)
+        return freed
+
+
+class Bench:
+    """A scheduler, its fakes, and a model whose next token is always 7."""
+
+    def __init__(
+        self, *, num_pages: int = 64, budget: int = 32, max_requests: int = 8, slots: int = 2, bypass: int = 4
+    ):
+        self.pages = PageAllocator(num_pages)
+        self.adapters = FakeAdapters(self.pages, slots)
+        self.scheduler = Scheduler(
+            self.pages, self.adapters, max_tokens_per_step=budget, max_requests=max_requests, max_bypass=bypass
+        )
+        self.budget = budget
+        self.done: list[str] = []
+        self.admitted: list[str] = []
+
+    def add(self, name: str, prompt: int = 4, max_tokens: int = 3, uid: str | None = None) -> None:
+        virtual = int(uid[1:]) if uid and uid[0] == "p" else 0
+        params = SamplingParams(max_tokens=max_tokens)
+        self.scheduler.add(Sequence(name, list(range(prompt)), prompt, params, seed=0, uid=uid, num_virtual=virtual))
+
+    def step(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        for sequence, _ in self.scheduler.take_rejected():
+            self.scheduler.finish(sequence.request_id)
+            self.done.append(sequence.request_id)
+        self.admitted += [c.request_id for c in plan.chunks if c.start == c.num_virtual and self._is_new(c.request_id)]
+        assert sum(len(chunk.token_ids) for chunk in plan.chunks) <= self.budget
+        assert all(len(c.block_table) * PAGE_TOKENS >= c.start + len(c.token_ids) for c in plan.chunks)
+        self.check()
+        result = StepResult({chunk.request_id: 7 for chunk in plan.chunks if chunk.sample})
+        for sequence in self.scheduler.update(plan, result):
+            if sequence.num_generated == sequence.params.max_tokens:
+                self.scheduler.finish(sequence.request_id)
+                self.done.append(sequence.request_id)
+        self.check()
+        return plan
+
+    def _is_new(self, name: str) -> bool:
+        return name not in self.admitted
+
+    def run(self, max_steps: int = 10_000) -> int:
+        steps = 0
+        while self.scheduler.has_work():
+            self.step()
+            steps += 1
+            assert steps < max_steps, "starved"
+        self.check_idle()
+        return steps
+
+    def check(self) -> None:
+        held = self.scheduler.check_integrity()
+        for prefix in self.adapters.prefixes.values():
+            held.update(prefix.pages)
+        self.pages.check_integrity(held)
+        queued = [*self.scheduler.running, *self.scheduler.waiting]
+        assert +self.adapters.references == Counter(s.uid for s in queued if s.uid)
+        assert +self.adapters.pins == Counter(s.uid for s in self.scheduler.running if s.uid)
+
+    def check_idle(self) -> None:
+        self.adapters.reclaim(self.pages.num_pages, None)
+        assert not +self.adapters.references and not +self.adapters.pins
+        self.pages.check_integrity({})
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_sampled_after_the_last() -> None:
+    bench = Bench(budget=8, max_requests=4)
+    bench.add("a", prompt=20, max_tokens=2)
+    chunks = [bench.step().chunks[0] for _ in range(4)]
+    assert [(c.start, len(c.token_ids), c.sample is not None) for c in chunks] == [
+        (0, 8, False),
+        (8, 8, False),
+        (16, 4, True),
+        (20, 1, True),
+    ]
+    assert [c.sample.step for c in chunks if c.sample] == [0, 1]
+    assert chunks[3].token_ids == (7,)
+    bench.check_idle()
+
+
+def test_running_requests_advance_each_step_beside_a_long_prompt() -> None:
+    bench = Bench(budget=8, max_requests=4)
+    bench.add("early", prompt=2, max_tokens=20)
+    bench.step()
+    bench.add("long", prompt=30, max_tokens=1)
+    bench.add("late", prompt=1, max_tokens=20)
+    for _ in range(5):
+        assert "early" in {chunk.request_id for chunk in bench.step().chunks}
+
+
+def test_a_running_request_behind_a_recomputed_one_keeps_its_token() -> None:
+    bench = Bench(budget=8, max_requests=4, slots=1)
+    bench.add("b", prompt=1, max_tokens=3, uid="B")
+    bench.step()
+    bench.add("a", prompt=40, max_tokens=2, uid="A")  # waits for the only slot, passed by the next
+    bench.add("c", prompt=1, max_tokens=30)
+    while "a" not in bench.admitted:
+        bench.step()
+    assert [chunk.request_id for chunk in bench.step().chunks] == ["a", "c"]
+
+
+def test_positions_start_behind_the_virtual_tokens_and_the_partial_page_is_copied_once() -> None:
+    bench = Bench()
+    bench.add("a", prompt=4, max_tokens=3, uid="p20")
+    bench.add("b", prompt=4, max_tokens=3, uid="p20")
+    plan = bench.step()
+    prefix = bench.adapters.prefixes["p20"].pages
+    assert [(chunk.start, chunk.num_virtual, chunk.slot) for chunk in plan.chunks] == [(20, 20, -1)] * 2
+    assert [chunk.block_table[0] for chunk in plan.chunks] == [prefix[0]] * 2
+    assert plan.copies == tuple((prefix[1], chunk.block_table[1]) for chunk in plan.chunks)
+    assert bench.step().copies == ()
+    bench.run()
+
+
+def test_requests_are_admitted_in_order_of_arrival() -> None:
+    bench = Bench(max_requests=3)
+    for index in range(12):
+        bench.add(str(index), prompt=5 + index, max_tokens=2 + index % 3)
+    bench.run()
+    assert bench.admitted == [str(index) for index in range(12)]
+
+
+def test_a_prompt_that_waits_for_pages_is_not_passed_by_shorter_ones() -> None:
+    bench = Bench(num_pages=8, budget=64)
+    bench.add("running", prompt=60, max_tokens=10)
+    bench.step()
+    bench.add("long", prompt=100, max_tokens=2)
+    bench.add("short", prompt=2, max_tokens=2)
+    bench.run()
+    assert bench.admitted == ["running", "long", "short"]
+
+
+def test_a_request_whose_adapter_has_no_slot_is_passed_a_bounded_number_of_times() -> None:
+    bench = Bench(slots=1, bypass=3, max_requests=3)
+    bench.add("a", max_tokens=4, uid="A")
+    bench.add("b", max_tokens=4, uid="B")
+    for index in range(20):
+        bench.add(f"a{index}", max_tokens=5 + index % 2, uid="A")  # one of them always runs, and holds the slot
+    bench.run()
+    assert bench.admitted.index("b") == 1 + 3
+
+
+def test_every_adapter_of_many_is_served_with_two_slots() -> None:
+    bench = Bench(slots=2)
+    for index in range(64):
+        bench.add(str(index), uid=f"L{index % 32}")
+    bench.run()
+    assert len(bench.done) == 64
+
+
+def test_when_pages_run_out_the_latest_arrival_is_recomputed_with_its_tokens_kept() -> None:
+    bench = Bench(num_pages=4, budget=64)
+    bench.add("old", prompt=15, max_tokens=30)
+    bench.add("new", prompt=15, max_tokens=20)
+    draws: list[tuple[str, int]] = []
+    recomputed = 0
+    while bench.scheduler.has_work():
+        plan = bench.step()
+        draws += [(chunk.request_id, chunk.sample.step) for chunk in plan.chunks if chunk.sample]
+        recomputed += sum(c.request_id == "new" and c.start == 0 and len(c.token_ids) > 15 for c in plan.chunks)
+    assert bench.scheduler.num_preemptions == recomputed == 1
+    assert [step for name, step in draws if name == "new"] == list(range(20)), "each token is drawn once, in order"
+    assert bench.done == ["old", "new"]
+    bench.check_idle()
+
+
+def test_a_preempted_request_keeps_its_reference_and_gives_back_its_slot() -> None:
+    bench = Bench(num_pages=4, budget=64)
+    bench.add("old", prompt=15, max_tokens=30)
+    bench.add("new", prompt=15, max_tokens=20, uid="A")
+    while not bench.scheduler.num_preemptions:
+        bench.step()
+    assert bench.adapters.references["A"] == 1 and bench.adapters.pins["A"] == 0
+    bench.run()
+
+
+def test_prefixes_without_requests_make_room() -> None:
+    bench = Bench(num_pages=6, budget=64)
+    bench.add("p", prompt=4, max_tokens=2, uid="p40")
+    bench.run()
+    bench.add("q", prompt=4, max_tokens=2, uid="p40")
+    bench.run()
+    bench.add("base", prompt=90, max_tokens=5)
+    bench.step()
+    assert not bench.adapters.prefixes
+    bench.run()
+
+
+def test_a_request_that_could_never_fit_is_refused_and_holds_nothing() -> None:
+    bench = Bench(num_pages=4)
+    assert bench.scheduler.max_text_tokens(0) == 64 and bench.scheduler.max_text_tokens(20) == 28
+    for prompt, tokens, uid in ((60, 5, None), (20, 9, "p20"), (33, 16, "p16")):
+        with pytest.raises(InputError, match="KV memory") as caught:
+            bench.add("x", prompt, tokens, uid)
+        assert caught.value.field == "prompt"
+    bench.check_idle()
+    for prompt, tokens, uid in ((60, 4, None), (20, 8, "p20"), (32, 16, "p16")):
+        bench.add("x", prompt, tokens, uid)
+        bench.run()
+
+
+def test_a_budget_below_the_number_of_requests_is_refused() -> None:
+    with pytest.raises(InputError, match="max_tokens_per_step") as caught:
+        Bench(budget=4, max_requests=8)
+    assert caught.value.field == "max_tokens_per_step"
+
+
+def test_a_request_whose_adapter_fails_is_handed_back_and_others_go_on() -> None:
+    bench = Bench()
+    bench.adapters.broken = {"A"}
+    bench.add("a", uid="A")
+    bench.add("b")
+    assert [chunk.request_id for chunk in bench.step().chunks] == ["b"]
+    assert bench.done == ["a"]
+    bench.run()
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 4])
+def test_finishing_at_any_moment_gives_back_everything(num_steps: int) -> None:
+    bench = Bench(budget=8)
+    for index, uid in enumerate((None, "A", "B", "C", "p20", "p20")):
+        bench.add(str(index), prompt=10, max_tokens=50, uid=uid)
+    for _ in range(num_steps):
+        bench.step()
+    for index in range(6):
+        bench.scheduler.finish(str(index))
+        bench.check()
+    bench.check_idle()
+
+
+def test_random_traffic_never_starves_and_always_returns_what_it_held(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(12):
+        budget = rng.choice([8, 24, 64])
+        bench = Bench(num_pages=rng.randint(8, 24), budget=budget, slots=rng.randint(1, 3), bypass=rng.randint(1, 5))
+        uids = [None, None, "A", "B", "C", "D", "p5", "p16", "p20"]
+        for number in range(60):
+            bench.add(str(number), rng.randint(1, 50), rng.randint(1, 40), rng.choice(uids))
+            for _ in range(rng.randint(0, 4)):
+                if bench.scheduler.has_work():
+                    bench.step()
+            live = [s.request_id for s in (*bench.scheduler.running, *bench.scheduler.waiting)]
+            if live and rng.random() < 0.15:
+                bench.scheduler.finish(rng.choice(live))
+                bench.check()
+        bench.run()
+
+
+def test_passing_is_bounded_in_random_traffic(seed: int) -> None:
+    rng = random.Random(seed)
+    bench = Bench(num_pages=200, slots=2, bypass=5)
+    for number in range(150):
+        bench.add(f"{number}", rng.randint(1, 20), rng.randint(1, 12), rng.choice([None, "A", "A", "A", "B", "C"]))
+        bench.step()
+    bench.run()
+    order = [int(name) for name in bench.admitted]
+    for place, number in enumerate(order):
+        assert sum(later > number for later in order[:place]) <= 5, f"{number} was passed too often"
+
+
+def test_the_scheduler_needs_no_torch() -> None:
+    code = "import sys, peftkit_serve.scheduler, peftkit_serve.pages; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
