@@ -143,7 +143,7 @@ def main() -> NoReturn:
 
 
 def _report(error: BaseException, argv: Sequence[str]) -> int:
-    """Prints an error as one or two lines on stderr, and as an object on stdout under `--json`. Returns the exit code."""
+    """Prints an error as one or two lines on stderr, and as an object on stdout under `--json`."""
     if type(error).__name__ == "NoArgsIsHelpError":
         output.note(str(error))
         return 2
