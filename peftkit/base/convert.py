@@ -62,27 +62,31 @@ def convert(source: Source, target: Path) -> Path:
     the disk has no room, or the file is damaged or of an architecture that isn't supported, `RunError` when writing
     fails.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(target.with_name(f"{target.name}.lock")):
-        if is_whole(target):
-            return target
-        if target.exists():
-            logger.info("%s is damaged and is made again", target)
-        for left in target.parent.glob(f".{target.name}.*"):  # of a conversion that was killed
-            shutil.rmtree(left)
-        _check_room(target.parent, _needed_bytes(source.path))
-        logger.info("converting %s once; it is kept in %s", source.path.name, target)
-        temporary = Path(mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        try:
-            _write(source, temporary)
-            if target.exists():
-                shutil.rmtree(target)
-            os.replace(temporary, target)
-        except (OSError, SafetensorError) as error:
-            raise RunError(f"{target}: can't be written ({error}); PEFTKIT_HOME names another folder") from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(target.with_name(f"{target.name}.lock")):
+            if not is_whole(target):
+                _replace(source, target)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{target}: can't be written ({error}); PEFTKIT_HOME names another folder") from error
     return target
+
+
+def _replace(source: Source, target: Path) -> None:
+    if target.exists():
+        logger.info("%s is damaged and is made again", target)
+    for left in target.parent.glob(f".{target.name}.*"):  # of a conversion that was killed
+        shutil.rmtree(left)
+    _check_room(target.parent, _needed_bytes(source.path))
+    logger.info("converting %s once; it is kept in %s", source.path.name, target)
+    temporary = Path(mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        _write(source, temporary)
+        if target.exists():
+            shutil.rmtree(target)
+        os.replace(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _needed_bytes(path: Path) -> int:
@@ -121,7 +125,7 @@ def _write(source: Source, folder: Path) -> None:
         if hasattr(transformers, "GgufConfig"):  # where it exists, a model read without it can't be saved
             settings["quantization_config"] = transformers.GgufConfig(dequantize=True)
         model, report = from_pretrained(**settings, dtype=torch.float32, output_loading_info=True)
-    except (ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise BaseModelError(f"{source.path}: can't be converted ({error})") from error
     if missing := sorted(report["missing_keys"]):
         raise BaseModelError(f"{source.path}: {len(missing)} tensors are missing, the first is {missing[0]}")

@@ -1,7 +1,6 @@
 """What a base can be called: the embedded default, a local folder, a GGUF file, a hub id."""
 
 import importlib.util
-import logging
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import huggingface_hub
 from huggingface_hub.errors import (
-    HfHubHTTPError,
+    HFValidationError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -21,8 +20,6 @@ from peftkit.base.convert import Source, convert, converted_dir, is_whole
 from peftkit.base.fingerprint import Fingerprint, fingerprint
 from peftkit.base.folder import check_folder
 from peftkit.errors import BaseModelError, did_you_mean
-
-logger = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*.model", "LICENSE*"]
@@ -160,18 +157,20 @@ def _hub(repo: str) -> Path:
         path = Path(huggingface_hub.snapshot_download(repo, local_files_only=True))
         check_folder(path)
         return path
-    except (LocalEntryNotFoundError, HFValidationError, BaseModelError) as error:
-        logger.debug("%s isn't whole in the local hub cache: %s", repo, error)
+    except (LocalEntryNotFoundError, HFValidationError):
+        fault_of_copy = None
+    except BaseModelError as error:
+        fault_of_copy = error
     try:
         return Path(huggingface_hub.snapshot_download(repo, allow_patterns=_HUB_FILES))
     except RepositoryNotFoundError:
         fault = "the hub has no such repository, or it is private"
     except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
         fault = f"the hub can't be reached ({str(error).splitlines()[0]})"
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
+    except (HFValidationError, OSError) as error:
         fault = f"the download failed ({str(error).splitlines()[0]})"
-    raise BaseModelError(
-        f"base {repo}: no such folder, not whole in the local hub cache, and {fault}; name a local folder, "
+    raise fault_of_copy or BaseModelError(
+        f"base {repo}: no such folder, not in the local hub cache, and {fault}; name a local folder, "
         f"or one of {', '.join(EMBEDDED)}",
         field="base",
     )
