@@ -20,7 +20,7 @@ from peftkit.errors import AdapterError, BaseMismatchError, InputError
 from peftkit.methods import LoraConfig, MethodConfig
 from peftkit.methods.lora import PREFIX, expected_tensors
 from peftkit.methods.method import check_tensors
-from peftkit.methods.prompt import KEY as PROMPT_KEY
+from peftkit.methods.soft_prompt import KEY as PROMPT_KEY
 
 logger = logging.getLogger(__name__)
 

@@ -138,3 +138,10 @@ def replace_module(model: nn.Module, path: str, module: nn.Module) -> None:
 def exported(tensor: Tensor) -> Tensor:
     """A detached float32 copy on the CPU."""
     return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
+
+
+def text_positions(position_ids: Tensor | None, mask_BM: Tensor, length: int) -> Tensor:
+    """Positions (B, length) of the text's last `length` tokens: as given, else counted along the mask."""
+    if position_ids is not None:
+        return position_ids.expand(mask_BM.shape[0], length)
+    return (mask_BM.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]

@@ -1,0 +1,102 @@
+"""Virtual tokens in front of the text: what prompt tuning and P-tuning share.
+
+P (V, H) virtual tokens stand at positions 0 … V−1, the text's tokens at V, V+1, … :
+
+    hidden = trunk([P ; embed(x)])[V:]
+
+The trunk is hooked, so that everything above it (loss, `logits_to_keep`, `generate` with a cache) sees the text's
+positions alone. Positions come from the attention mask: [virtual][padding][text] gives each sequence of a left-padded
+batch what it gives alone. P is float32 and is cast to the embeddings' dtype.
+"""
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from peftkit.errors import UnsupportedError
+from peftkit.methods.method import Method, exported, text_positions
+
+KEY = "prompt_embeddings"
+
+
+class SoftPrompt(Method):
+    """Puts `embeddings()` in front of the text by two hooks on the model's trunk.
+
+    `encoder` holds the trainable parameters; it becomes the model's submodule `virtual_tokens`, so that the model's own
+    `parameters()` and `to()` reach it.
+    """
+
+    def __init__(self, model: PreTrainedModel, num_virtual_tokens: int, encoder: nn.Module) -> None:
+        embedding = model.get_input_embeddings()
+        assert isinstance(embedding, nn.Embedding)
+        self._model, self._embedding, self._encoder = model, embedding, encoder
+        self._num_virtual = num_virtual_tokens
+        self._prepended = False
+        encoder.train(model.training)
+        model.add_module("virtual_tokens", encoder)
+        trunk = model.base_model
+        self._hooks = [
+            trunk.register_forward_pre_hook(self._prepend, with_kwargs=True),
+            trunk.register_forward_hook(self._strip),
+        ]
+
+    @abstractmethod
+    def embeddings(self) -> Tensor:
+        """The virtual tokens, float32 (V, H), with their graph in training."""
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self._encoder.named_parameters())
+
+    def export(self) -> dict[str, Tensor]:
+        return {KEY: exported(self.embeddings())}
+
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        return {KEY: (self._num_virtual, self._embedding.embedding_dim)}
+
+    def detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        del self._model.virtual_tokens
+
+    def _prepend(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+        """Extends the trunk's inputs by the virtual tokens; only mask and positions once a cache holds them."""
+        if args:
+            kwargs["input_ids"], *rest = args
+            assert not rest, "a trunk is called with keywords beyond input_ids"
+        embeds = kwargs.get("inputs_embeds")
+        if embeds is None:
+            embeds = self._embedding(kwargs["input_ids"])
+        B, T = embeds.shape[:2]
+        V = self._num_virtual
+        cache = kwargs.get("past_key_values")
+        cached = 0 if cache is None else int(cache.get_seq_length())
+        self._prepended = cached == 0
+        mask = self._text_mask(kwargs.get("attention_mask"), B, T + max(cached - V, 0), embeds.device)
+        positions = text_positions(kwargs.get("position_ids"), mask, T) + V
+        if self._prepended:
+            embeds = torch.cat([self.embeddings().to(embeds.dtype).expand(B, -1, -1), embeds], 1)
+            positions = torch.cat([torch.arange(V, device=embeds.device).expand(B, V), positions], 1)
+        kwargs.pop("cache_position", None)
+        kwargs.update(
+            input_ids=None,
+            inputs_embeds=embeds,
+            position_ids=positions,
+            attention_mask=torch.cat([mask.new_ones(B, V), mask], 1),
+        )
+        return (), kwargs
+
+    def _strip(self, _: nn.Module, args: Any, output: Any) -> Any:
+        if self._prepended:
+            output.last_hidden_state = output.last_hidden_state[:, self._num_virtual :]
+        return output
+
+    def _text_mask(self, mask: Any, batch: int, length: int, device: torch.device) -> Tensor:
+        if mask is None:
+            return torch.ones(batch, length, dtype=torch.long, device=device)
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            raise UnsupportedError("prompt tuning needs a two-dimensional attention mask (batch, length)")
+        assert mask.shape[1] == length, f"mask covers {mask.shape[1]} text positions, cache and input {length}"
+        return mask
