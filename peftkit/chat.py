@@ -1,0 +1,244 @@
+"""Prompts, completions and conversations → token ids: the same in training, evaluation and serving.
+
+A text prompt gets one BOS where the tokenizer's own rule adds it and nothing else. A conversation is rendered by the
+base's chat template and tokenised as it stands, for the template writes its own special tokens. Spans are found in the
+rendered text by offsets, never by looking for ids.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from peftkit.errors import DataError, did_you_mean
+
+Messages = Sequence[Mapping[str, Any]]
+
+ROLES = ("system", "user", "assistant", "tool")
+_GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MARK = "zqPeftkitContentqz"
+"""Stands in for a message's content to see where the template puts it: letters only, so that no filter changes it."""
+
+
+class ChatTemplate(NamedTuple):
+    """A chat template and the SHA-256 of its text as hex."""
+
+    text: str
+    sha256: str
+
+
+def chat_template_of(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
+    """The template a tokenizer renders conversations with, or None where it has none."""
+    if not tokenizer.chat_template:
+        return None
+    text = tokenizer.get_chat_template()
+    return ChatTemplate(text, hashlib.sha256(text.encode()).hexdigest())
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """Token ids of a text that is to be continued: one BOS where the tokenizer adds it, never an EOS."""
+    ids = _plain_ids(tokenizer, prompt)
+    bos = tokenizer.bos_token_id
+    if not isinstance(bos, int) or ids[:1] == [bos] or tokenizer.encode("a")[:1] != [bos]:
+        return ids
+    return [bos, *ids]
+
+
+def encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str) -> tuple[list[int], int]:
+    """Token ids of prompt + completion + end of turn, and how many of them are the prompt's.
+
+    The prompt's ids are those of `encode_prompt`, so a model is trained on what it will be served: where tokenising
+    the two together would merge across the border, they are tokenised apart.
+    """
+    prompt_ids = encode_prompt(tokenizer, prompt)
+    together = encode_prompt(tokenizer, prompt + completion)
+    num_prompt = len(prompt_ids)
+    if together[:num_prompt] == prompt_ids:
+        ids = together
+    else:
+        ids = prompt_ids + _plain_ids(tokenizer, completion)
+    end = end_of_turn(tokenizer)
+    return (ids if ids[num_prompt:][-1:] == [end] else [*ids, end]), num_prompt
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that ends an answer: the tokenizer's EOS."""
+    end = tokenizer.eos_token_id
+    if not isinstance(end, int):
+        raise DataError("the base's tokenizer has no EOS token, so a model could not learn to stop")
+    return end
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, add_generation_prompt: bool = True
+) -> list[int]:
+    """Token ids of a conversation, by default up to where the assistant's next answer begins.
+
+    Messages have `role` (system, user, assistant, tool) and `content`, a string or a list of text parts. Raises
+    `DataError` (its `field` names the message) for anything else, and where the template refuses the conversation.
+    """
+    checked = check_messages(messages)
+    return _plain_ids(tokenizer, _render(tokenizer, checked, add_generation_prompt=add_generation_prompt))
+
+
+def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[list[int], list[bool]]:
+    """Token ids of a whole conversation, and for each whether it is trained on.
+
+    Trained are the assistant's turns from the place where generation would begin, each with its end-of-turn token.
+    Spans are the template's `{% generation %}` blocks, else they are found by rendering the conversation up to each
+    turn. Raises `DataError` where they can't be found, or where no end-of-turn token follows a turn.
+    """
+    checked = check_messages(messages)
+    turns = [i for i, message in enumerate(checked) if message["role"] == "assistant"]
+    if not turns:
+        raise DataError("messages: there is no assistant message to train on", field="messages")
+    text = _render(tokenizer, checked)
+    if _GENERATION_BLOCK.search(tokenizer.get_chat_template()):
+        spans = _marked_spans(tokenizer, checked)
+    else:
+        spans = [_span(tokenizer, checked, turn, text) for turn in turns]
+    ids, offsets = _tokenise(tokenizer, text, [start for start, _ in spans])
+    trained = [False] * len(ids)
+    for start, end in spans:
+        end = _end_with_turn(tokenizer, text, ids, offsets, (start, end))
+        for i, (first, last) in enumerate(offsets):
+            trained[i] = trained[i] or (start <= first and last <= end)
+    return ids, trained
+
+
+def check_messages(messages: object) -> list[dict[str, str]]:
+    """Messages with content as one string each; raises `DataError` whose `field` names what is wrong."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise DataError("messages: must be a list of at least one message", field="messages")
+    return [_check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _check_message(message: object, where: str) -> dict[str, str]:
+    if not isinstance(message, Mapping):
+        raise DataError(f"{where}: must be an object with role and content, not {message!r}", field=where)
+    role = message.get("role")
+    if role not in ROLES:
+        hint = did_you_mean(str(role), ROLES) or f"; it must be one of {', '.join(ROLES)}"
+        raise DataError(f"{where}.role: {role!r}{hint}", field=f"{where}.role")
+    for key in message:
+        # an absent tool call is often written as null
+        if key not in ("role", "content", "name") and message[key] is not None:
+            raise DataError(f"{where}.{key}: isn't supported; a message has role and content", field=f"{where}.{key}")
+    checked = {"role": str(role), "content": _text(message.get("content"), f"{where}.content")}
+    if isinstance(message.get("name"), str):
+        checked["name"] = message["name"]
+    return checked
+
+
+def _text(content: object, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, (list, tuple)):
+        raise DataError(f"{where}: must be a string or a list of text parts, not {content!r}", field=where)
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise DataError(f"{where}[{i}]: only parts of type text are supported, not {kind or part!r}", field=where)
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, add_generation_prompt: bool = False
+) -> str:
+    if not tokenizer.chat_template:
+        raise DataError("messages: the base's tokenizer has no chat template; give prompt and completion instead")
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    except TemplateError as error:
+        raise DataError(f"messages: the chat template refuses them ({error})", field="messages") from None
+    assert isinstance(text, str)
+    return text
+
+
+def _tokenise(
+    tokenizer: PreTrainedTokenizerBase, text: str, starts: list[int]
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Ids of `text` and each token's characters. A token that would reach over a start is split there, for a served
+    prompt ends there too."""
+    whole: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    cuts = [start for start in starts if any(first < start < last for first, last in whole.offset_mapping)]
+    if not cuts:
+        return whole.input_ids, whole.offset_mapping
+    ids: list[int] = []
+    offsets: list[tuple[int, int]] = []
+    for begin, end in pairwise([0, *cuts, len(text)]):
+        piece: Any = tokenizer(text[begin:end], add_special_tokens=False, return_offsets_mapping=True)
+        ids += piece.input_ids
+        offsets += [(first + begin, last + begin) for first, last in piece.offset_mapping]
+    return ids, offsets
+
+
+def _marked_spans(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[tuple[int, int]]:
+    """Characters that the template's generation blocks cover, one span a block."""
+    encoded: Any = tokenizer.apply_chat_template(
+        messages,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        tokenizer_kwargs={"return_offsets_mapping": True},
+    )
+    spans: list[tuple[int, int]] = []
+    before = False
+    for mark, (first, last) in zip(encoded["assistant_masks"], encoded["offset_mapping"], strict=True):
+        if mark:
+            spans = [*spans[:-1], (spans[-1][0], last)] if before else [*spans, (first, last)]
+        before = bool(mark)
+    if not spans:
+        raise DataError("messages: the chat template marks no assistant token", field="messages")
+    return spans
+
+
+def _span(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], turn: int, text: str) -> tuple[int, int]:
+    """First and one past the last character in `text` of what the assistant generates in one turn, without its end.
+
+    … <|im_start|>assistant\\n | The answer. | <|im_end|>\\n<|im_start|>user …
+         rendered up to here ^             ^ from here on as with another answer
+    """
+    marked = [*messages[:turn], {**messages[turn], "content": _MARK}, *messages[turn + 1 :]]
+    before, found, after = _render(tokenizer, marked).partition(_MARK)
+    if not found or _MARK in after or not text.endswith(after):
+        raise DataError(f"messages[{turn}]: where the chat template puts this answer can't be found", field="messages")
+    end = len(text) - len(after)
+    prompt = _render(tokenizer, messages[:turn], add_generation_prompt=True) if turn else ""
+    # some templates render a conversation's start differently once it goes on: then the answer itself is all there is
+    start = next((len(head) for head in (prompt, before) if head and text.startswith(head) and len(head) <= end), None)
+    if start is None:
+        raise DataError(
+            f"messages[{turn}]: where this answer begins in the chat template can't be found", field="messages"
+        )
+    return start, end
+
+
+def _end_with_turn(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    ids: list[int],
+    offsets: list[tuple[int, int]],
+    span: tuple[int, int],
+) -> int:
+    """Where a span ends once its end-of-turn token is in it; nothing but white space may stand between."""
+    token = end_of_turn(tokenizer)
+    for i, (first, last) in enumerate(offsets):
+        # either the block holds the token, then only white space follows it there, or it stands right after
+        between = text[last : span[1]] if last <= span[1] else text[span[1] : first]
+        if ids[i] == token and first >= span[0] and not between.strip():
+            return max(last, span[1])
+    raise DataError(
+        f"messages: the chat template doesn't end an assistant turn with {tokenizer.eos_token!r}, the tokenizer's "
+        "EOS, so a model trained with it would never stop",
+        field="messages",
+    )
