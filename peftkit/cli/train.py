@@ -1,0 +1,79 @@
+"""`peftkit train RECIPE.yaml [key.path=value ...]`"""
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from peftkit.cli import output
+
+if TYPE_CHECKING:
+    from peftkit.train import DryRun, RunSummary
+
+
+def command(
+    recipe: str = typer.Argument(..., metavar="RECIPE.yaml", help="The recipe, a file or one that peftkit ships."),
+    overrides: list[str] = typer.Argument(
+        None, metavar="[KEY.PATH=VALUE]...", help="Settings in place of the recipe's, as optim.lr=1e-3."
+    ),
+    resume: bool = typer.Option(False, "--resume", help="Go on from the last good checkpoint in the out folder."),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace a run that is in the out folder."),
+    dry_run: bool = typer.Option(
+        False, "--dry-run", help="Show parameters, memory and a sample with its loss mask; train nothing."
+    ),
+) -> None:
+    """Fine-tune by recipe."""
+    from peftkit import train
+    from peftkit.recipe import load_recipe
+
+    settings = load_recipe(recipe, overrides or [])
+    if dry_run:
+        plan = train.dry_run(settings)
+        output.emit(vars(plan), lambda: _plan_text(plan))
+    else:
+        summary = train.train(settings, resume=resume, overwrite=overwrite, progress=output.progress)
+        output.emit(vars(summary), lambda: _summary_text(summary))
+
+
+def _plan_text(plan: "DryRun") -> str:
+    share = plan.trainable_parameters / plan.base_parameters
+    lines = [
+        f"base {plan.base}: {plan.base_parameters:,} parameters; trainable {plan.trainable_parameters:,} ({share:.2%})",
+        f"train {_data_text(plan.train)}",
+        *([f"valid {_data_text(plan.valid)}"] if plan.valid else []),
+        f"{plan.steps:,} steps",
+        "",
+        "memory while training (an estimate)",
+        *(f"  {name:<12}{_megabytes(size):>10}" for name, size in plan.memory.parts().items()),
+        f"  {'total':<12}{_megabytes(plan.memory_total):>10}",
+        "",
+        f"{plan.sample_where}, what is trained in [[ ]]:",
+        "".join(f"[[{piece.text}]]" if piece.trained else piece.text for piece in plan.sample),
+    ]
+    return "\n".join(lines)
+
+
+def _data_text(facts: dict[str, str | int]) -> str:
+    cut = f", {facts['truncated_rows']:,} rows cut" if facts["truncated_rows"] else ""
+    return (
+        f"{facts['path']}: {facts['rows']:,} rows, {facts['tokens']:,} tokens, {facts['target_tokens']:,} trained{cut}"
+    )
+
+
+def _summary_text(summary: "RunSummary") -> str:
+    rate = f", {summary.tokens_per_s:.0f} tokens/s" if summary.tokens_per_s else ""
+    peak = _megabytes(summary.peak_memory_bytes)
+    lines = [f"{summary.steps:,} steps in {summary.seconds:.0f} s{rate}, peak memory {peak}"]
+    if summary.train_loss is not None:
+        lines.append(f"loss {summary.train_loss:.4f} at the last step")
+    if summary.best_loss is not None:
+        lines.append(f"evaluation loss {summary.best_loss:.4f} at step {summary.best_step}, the best")
+    if summary.skipped_steps:
+        lines.append(f"{summary.skipped_steps} steps were skipped: loss or gradient not finite")
+    if summary.stopped_early:
+        lines.append("stopped early: no better evaluation came")
+    lines.append(f"adapter ({summary.exported}) in {summary.out}")
+    return "\n".join(lines)
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.0f} MB"

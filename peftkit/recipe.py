@@ -1,0 +1,309 @@
+"""The recipe of a run: YAML in, checked settings out.
+
+A key that isn't known, a value of the wrong type or out of range raises RecipeError, one line for each: the file, the
+dotted key, what is wrong and the nearest right key. `key.path=value` overrides are read as YAML and are checked alike.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from peftkit import resources
+from peftkit.errors import RecipeError, did_you_mean
+from peftkit.methods import LoraConfig, MethodConfig
+
+EXAMPLE = "example:"
+"""Prefix of a data path that names a file of the example sets."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Quant(_Section):
+    """How the frozen base is held in memory."""
+
+    kind: Literal["none", "nf4"] = "nf4"
+    """nf4: 4-bit NormalFloat through bitsandbytes; none: the base's own precision."""
+    double_quant: bool = True
+    """Quantise NF4's scales too, which saves 0.37 bits a weight."""
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the arithmetic; auto: bfloat16 on a GPU that has it, float32 on a CPU."""
+
+
+class Data(_Section):
+    """What is trained on."""
+
+    train: str = ""
+    """JSONL file of training rows, or `example:SET/train.jsonl`; needed."""
+    valid: str | None = None
+    """JSONL file of held-out rows; null trains without evaluation."""
+    format: Literal["auto", "completion", "chat"] = "auto"
+    """completion: rows with prompt and completion; chat: rows with messages; auto: by the first row's fields."""
+    max_length: int = Field(default=512, ge=2)
+    """Most tokens of a row; longer prompts are cut from the left and longer chats lose their oldest turns."""
+    packing: Literal["auto", False] = "auto"
+    """auto pads where the attention in use can't keep packed rows apart (today everywhere); false always pads."""
+
+
+class Optim(_Section):
+    """The optimiser and its learning rate."""
+
+    name: Literal["auto", "adamw"] = "auto"
+    """auto is adamw: AdamW with float32 moments."""
+    lr: float = Field(default=2.0e-4, gt=0)
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Shape of the learning rate after the warm-up; linear and cosine end at 0."""
+    warmup: float = Field(default=0.03, ge=0, lt=1)
+    """Share of the steps over which the learning rate rises to its peak."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay of the adapter's weights."""
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    """Gradients with a larger norm are scaled down to it; null never clips."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of AdamW's two moments."""
+
+    @model_validator(mode="after")
+    def _betas_are_shares(self) -> Self:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must lie between 0 and 1, not {list(self.betas)}")
+        return self
+
+
+class Train(_Section):
+    """How long and in what portions."""
+
+    epochs: int = Field(default=1, ge=1)
+    """Passes over the training rows."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Optimiser steps, however many epochs that takes; null goes by epochs."""
+    batch_tokens: int = Field(default=8192, ge=1)
+    """Most tokens of a micro-batch, padding included; rows of like length are put together."""
+    batch_size: int | None = Field(default=None, ge=1)
+    """Rows of a micro-batch; null fills batch_tokens."""
+    grad_accum: int = Field(default=1, ge=1)
+    """Micro-batches of an optimiser step."""
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Fixes the adapter's start, the order of rows and dropout."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: about a third slower, far less memory."""
+    save_every: int = Field(default=100, ge=0)
+    """Steps between checkpoints; 0 saves only at the end and when interrupted."""
+
+
+class Eval(_Section):
+    """Evaluation on data.valid during training; there is always one at the end."""
+
+    every: int = Field(default=100, ge=0)
+    """Steps between evaluations; 0 evaluates only at the end."""
+    metric: Literal["loss"] = "loss"
+    """What the best adapter is chosen by: loss, the mean per target token."""
+    early_stop: int | None = Field(default=None, ge=1)
+    """Stop after this many evaluations in a row without a new best; null never stops early."""
+
+
+class Log(_Section):
+    """What is recorded while training."""
+
+    every: int = Field(default=10, ge=1)
+    """Steps between lines of metrics.jsonl."""
+    tensorboard: bool = True
+    """Write TensorBoard curves too, where the tensorboard package is installed."""
+
+
+class Recipe(_Section):
+    """All settings of one training run."""
+
+    base: str = "smollm2-135m"
+    """Base model: the embedded default, an HF folder, a .gguf file or a hub id."""
+    quant: Quant = Quant()
+    """How the base is held in memory."""
+    method: MethodConfig = Field(default_factory=LoraConfig)
+    """The adapter."""
+    data: Data = Data()
+    """What is trained on."""
+    optim: Optim = Optim()
+    """The optimiser and its learning rate."""
+    train: Train = Train()
+    """How long and in what portions."""
+    eval: Eval = Eval()
+    """Evaluation during training."""
+    log: Log = Log()
+    """What is recorded."""
+    out: str = "runs/adapter"
+    """Folder of the run; when it is done it is the adapter's folder."""
+
+    @model_validator(mode="after")
+    def _has_data(self) -> Self:
+        if not self.data.train:
+            raise ValueError("data.train is missing: name a JSONL file of training rows")
+        return self
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads a recipe file and applies `key.path=value` overrides.
+
+    Data files are looked for in the current folder, then beside the recipe. Raises RecipeError.
+    """
+    file = resources.find(str(path))
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RecipeError(f"{path}: can't read the recipe: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from error
+    content = _read_yaml(text, str(path))
+    if content is None:
+        content = {}
+    if not isinstance(content, dict):
+        raise RecipeError(f"{path}: a recipe is a mapping of keys to values, not a {type(content).__name__}")
+    overridden = {_apply(content, override) for override in overrides}
+    recipe = _validate(content, str(path), overridden)
+    return recipe.model_copy(update={"data": _beside(recipe.data, file.parent)})
+
+
+def _validate(content: dict[str, Any], source: str, overridden: set[str]) -> Recipe:
+    try:
+        # through JSON, where strictness still lets a list be a tuple and an integer a float
+        return Recipe.model_validate_json(json.dumps(content, default=str), strict=True)
+    except ValidationError as error:
+        lines = [_line(dict(detail), source, overridden) for detail in error.errors(include_url=False)]
+        raise RecipeError("\n".join(lines)) from error
+
+
+def _line(detail: dict[str, Any], source: str, overridden: set[str]) -> str:
+    """One pydantic error as one line."""
+    path, section = _locate(detail["loc"])
+    dotted = ".".join(path)
+    if any(dotted == key or dotted.startswith(key + ".") for key in overridden):
+        source = f"override {dotted}="
+        where = source
+    else:
+        where = f"{source}: {dotted}" if dotted else source
+    match detail["type"]:
+        case "extra_forbidden":
+            return f"{where}: unknown key{_nearest(path[-1], section)}"
+        case "union_tag_invalid":
+            kind, kinds = detail["ctx"]["tag"], detail["ctx"]["expected_tags"].replace("'", "").split(", ")
+            return f"{where}: no method '{kind}'{did_you_mean(kind, kinds)} (there are: {', '.join(kinds)})"
+        case "union_tag_not_found":
+            return f"{where}: kind is missing"
+        case "value_error":
+            return f"{where}: {detail['ctx']['error']}"
+        case "model_type":
+            return f"{where}: must be a mapping of keys to values, not {_shown(detail['input'])}"
+        case _:
+            message = detail["msg"].removeprefix("Input ")
+            return f"{where}: {message}, not {_shown(detail['input'])}"
+
+
+def _locate(loc: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel] | None]:
+    """The keys as a user typed them, and the model that the last of them belongs to."""
+    path: list[str] = []
+    owner: type[BaseModel] | None = Recipe
+    section: type[BaseModel] | None = None
+    rest = list(loc)
+    while rest:
+        key = rest.pop(0)
+        path.append(str(key))
+        section = owner
+        if key == "method" and len(path) == 1 and rest:
+            kind = rest.pop(0)  # pydantic puts the union's tag into the location
+            owner = next((m for m in _methods() if m.model_fields["kind"].default == kind), None)
+            continue
+        field = owner.model_fields.get(str(key)) if owner else None
+        annotation = field.annotation if field else None
+        owner = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    return path, section
+
+
+def _methods() -> tuple[type[BaseModel], ...]:
+    union, *_ = get_args(MethodConfig)
+    return get_args(union)
+
+
+def _nearest(key: str, section: type[BaseModel] | None) -> str:
+    own = did_you_mean(key, section.model_fields if section else ())
+    if own:
+        return own
+    for name, field in Recipe.model_fields.items():
+        part = field.annotation
+        if isinstance(part, type) and issubclass(part, BaseModel) and key in part.model_fields:
+            return f"; did you mean '{name}.{key}'?"
+    return ""
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+def _apply(content: dict[str, Any], override: str) -> str:
+    """Sets one `key.path=value` in `content`; returns the key."""
+    key, equals, text = override.partition("=")
+    keys = key.split(".")
+    if not equals or not all(keys):
+        raise RecipeError(f"override '{override}': write it as key.path=value, as in optim.lr=1e-3")
+    value = _read_yaml(text, f"override '{override}'")
+    section = content
+    for depth, name in enumerate(keys[:-1], start=1):
+        below = section.get(name)
+        if below is None:
+            below = section[name] = {}
+        if not isinstance(below, dict):
+            raise RecipeError(f"override '{override}': {'.'.join(keys[:depth])} is {_shown(below)}, not a section")
+        section = below
+    section[keys[-1]] = value
+    return key
+
+
+def _beside(data: Data, folder: Path) -> Data:
+    """`data` with relative paths that exist beside the recipe, and not in the current folder, made to point there."""
+
+    def place(path: str | None) -> str | None:
+        if path is None or path.startswith(EXAMPLE) or Path(path).exists() or not (folder / path).exists():
+            return path
+        return str(folder / path)
+
+    return data.model_copy(update={"train": place(data.train), "valid": place(data.valid)})
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 without its surprises: a key given twice is an error, and 2e-4 is a number."""
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[Any] = set()
+    for key_node, _ in node.value:
+        if key_node.tag == "tag:yaml.org,2002:merge":
+            continue
+        key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key, str):
+            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is not a name", key_node.start_mark)
+        if key in seen:
+            raise yaml.constructor.ConstructorError(None, None, f"key '{key}' is given twice", key_node.start_mark)
+        seen.add(key)
+    return loader.construct_mapping(node, deep=True)
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"), list("-+.0123456789")
+)
+
+
+def _read_yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark else ""
+        raise RecipeError(f"{source}{line}: not valid YAML: {error.problem or error.context}") from error
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error

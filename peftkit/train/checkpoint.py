@@ -1,0 +1,208 @@
+"""Checkpoints: everything a run needs to go on with the same bits, as tensors and JSON; nothing is ever unpickled.
+
+    state/step-N/adapter.safetensors     the trainable parametrisation
+                 optimizer.safetensors   its moments
+                 state.json              step, position in the data, generators, recipe, hashes of base and data
+                 manifest.json           sha256 of the other files; written last
+
+A checkpoint is written under a temporary name, synced and renamed; the last two are kept. A damaged one is passed
+over, and said so.
+"""
+
+import hashlib
+import json
+import logging
+import random
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from peftkit.artifact import write_files
+from peftkit.errors import RunError
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+KEPT = 2
+ADAPTER, OPTIMIZER, STATE, MANIFEST = "adapter.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
+_NAME = re.compile(r"step-(\d+)")
+
+
+@dataclass
+class RunState:
+    """How far a run has come; the one record that the loop changes."""
+
+    step: int = 0
+    """Optimiser steps done, skipped ones among them."""
+    epoch: int = 0
+    taken: int = 0
+    """Micro-batches taken of the epoch."""
+    tokens: int = 0
+    """Tokens trained on, padding left out."""
+    target_tokens: int = 0
+    seconds: float = 0.0
+    """Time spent in steps, over all resumptions."""
+    skipped: int = 0
+    """Steps whose loss or gradient was not finite."""
+    loss: float | None = None
+    """Mean loss per target token of the last step that was not skipped."""
+    evaluated: int = 0
+    """Step of the last evaluation."""
+    eval_loss: float | None = None
+    best_step: int | None = None
+    best_loss: float | None = None
+    worse: int = 0
+    """Evaluations since the best."""
+    stopped_early: bool = False
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was read and found whole."""
+
+    path: Path
+    state: RunState
+    total_steps: int
+    identity: dict[str, Any]
+    """Recipe, base fingerprint and data hashes of the run that wrote it."""
+    adapter: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    generators: dict[str, Any]
+
+
+def save_checkpoint(
+    folder: Path,
+    *,
+    state: RunState,
+    total_steps: int,
+    identity: Mapping[str, Any],
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+) -> Path:
+    """Writes `folder`/step-N and removes all but the last two. Raises RunError when there is no room: the checkpoints
+    before are then as they were."""
+    moments = {
+        f"{name}/{key}": value
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+    content = {
+        "format": FORMAT,
+        "state": asdict(state),
+        "total_steps": total_steps,
+        "identity": identity,
+        "generators": _generators(device),
+    }
+    files = {
+        ADAPTER: safetensors.torch.save(_on_cpu(parameters)),
+        OPTIMIZER: safetensors.torch.save(_on_cpu(moments)),
+        STATE: json.dumps(content).encode(),
+    }
+    manifest = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    path = folder / f"step-{state.step}"
+    write_files(path, {**files, MANIFEST: json.dumps(manifest, indent=2).encode()})
+    older = sorted(step for step in _steps(folder) if step <= state.step)
+    for step in _steps(folder) - set(older[-KEPT:]):
+        shutil.rmtree(folder / f"step-{step}")
+    return path
+
+
+def latest_checkpoint(folder: Path) -> Checkpoint | None:
+    """The last whole checkpoint under `folder`, None where there is none at all.
+
+    A damaged one is passed over with a warning. Raises RunError when all are damaged.
+    """
+    steps = sorted(_steps(folder), reverse=True)
+    for step in steps:
+        path = folder / f"step-{step}"
+        try:
+            return _read(path)
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            logger.warning("checkpoint %s is damaged (%s): passing it over", path, error)
+    if steps:
+        raise RunError(f"{folder}: no checkpoint is whole: start anew with --overwrite")
+    return None
+
+
+def restore(
+    checkpoint: Checkpoint,
+    *,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+) -> None:
+    """Puts a checkpoint's weights, moments and generator states back in place."""
+    if set(checkpoint.adapter) != set(parameters):
+        raise RunError(f"{checkpoint.path}: its adapter's tensors are not those of the recipe's method")
+    optimizer.state.clear()
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(checkpoint.adapter[name])
+    for key, value in checkpoint.optimizer.items():
+        name, _, field = key.rpartition("/")
+        optimizer.state[parameters[name]][field] = value.to(device)
+    _set_generators(checkpoint.generators, device)
+
+
+def _steps(folder: Path) -> set[int]:
+    if not folder.is_dir():
+        return set()
+    return {int(match.group(1)) for entry in folder.iterdir() if (match := _NAME.fullmatch(entry.name))}
+
+
+def _read(path: Path) -> Checkpoint:
+    manifest: dict[str, str] = json.loads((path / MANIFEST).read_bytes())
+    contents: dict[str, bytes] = {}
+    for name in (ADAPTER, OPTIMIZER, STATE):
+        contents[name] = (path / name).read_bytes()
+        if hashlib.sha256(contents[name]).hexdigest() != manifest[name]:
+            raise ValueError(f"{name} is not what was written")
+    content = json.loads(contents[STATE])
+    if content["format"] != FORMAT:
+        raise ValueError(f"format {content['format']} is not known")
+    return Checkpoint(
+        path=path,
+        state=RunState(**content["state"]),
+        total_steps=content["total_steps"],
+        identity=content["identity"],
+        adapter=safetensors.torch.load(contents[ADAPTER]),
+        optimizer=safetensors.torch.load(contents[OPTIMIZER]),
+        generators=content["generators"],
+    )
+
+
+def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _generators(device: torch.device) -> dict[str, Any]:
+    """States of the generators of Python, NumPy, torch and, on a GPU, CUDA as JSON values."""
+    kind, numpy_keys, *numpy_rest = np.random.get_state(legacy=True)
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(numpy_keys).tolist(), *numpy_rest],
+        "torch": torch.get_rng_state().tolist(),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device).tolist()
+    return states
+
+
+def _set_generators(states: Mapping[str, Any], device: torch.device) -> None:
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(torch.tensor(states["cuda"], dtype=torch.uint8), device)

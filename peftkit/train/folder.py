@@ -1,0 +1,132 @@
+"""The folder of a run.
+
+OUT/adapter_config.json, adapter_model.safetensors, peftkit.json
+                      the adapter, once the run is done: the best by evaluation, or the last without data.valid
+OUT/best/, OUT/last/  with data.valid: both, apart, as adapter folders of their own
+OUT/run.json          resolved recipe, data, versions, and the figures of a finished run
+OUT/metrics.jsonl     one line a log or evaluation
+OUT/tensorboard/      the same as curves
+OUT/state/step-N/     the last two checkpoints
+"""
+
+import json
+import logging
+import os
+import platform
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from peftkit.artifact.reader import CONFIG_FILE, RECORD_FILE, TENSOR_FILE
+from peftkit.errors import InputError, RunError
+
+logger = logging.getLogger(__name__)
+
+RUN, METRICS, TENSORBOARD, STATE, BEST, LAST = "run.json", "metrics.jsonl", "tensorboard", "state", "best", "last"
+_ENTRIES = (CONFIG_FILE, TENSOR_FILE, RECORD_FILE, RUN, METRICS, TENSORBOARD, STATE, BEST, LAST)
+
+
+def claim(out: Path, *, resume: bool, overwrite: bool) -> None:
+    """Makes `out` ready for a run. Raises InputError when it holds one already and neither flag says what to do."""
+    if resume and overwrite:
+        raise InputError("--resume goes on with a run and --overwrite removes it: give one of the two")
+    if out.exists() and not out.is_dir():
+        raise InputError(f"out: {out} is a file, not a folder", field="out")
+    held = [out / name for name in _ENTRIES if (out / name).exists()]
+    if held and not (resume or overwrite):
+        raise InputError(
+            f"out: {out} already holds a run or an adapter: --resume goes on with it, --overwrite replaces it, "
+            "out=FOLDER puts this one elsewhere",
+            field="out",
+        )
+    with disk_errors(out):
+        if overwrite:
+            for path in held:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        out.mkdir(parents=True, exist_ok=True)
+        for path in (*out.glob(".*.tmp"), *(out / STATE).glob(".*.tmp")):
+            shutil.rmtree(path)  # what a run that was killed while writing left behind
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turns a failure to write under `path` into a RunError."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"can't write {path}: {error.strerror or error}") from error
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes JSON so that `path` holds the old or the new content, whole, at any moment. Raises RunError."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with disk_errors(path):
+        try:
+            temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            os.replace(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a run's bits depend on."""
+    packages = ("peftkit", "torch", "transformers", "accelerate", "bitsandbytes", "tokenizers", "safetensors")
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+
+
+class MetricsLog:
+    """Writes metrics.jsonl and, where its package is installed, TensorBoard's curves."""
+
+    def __init__(self, out: Path, *, tensorboard: bool, step: int) -> None:
+        """Goes on after `step`: lines of later steps, which a resumed run will write again, are dropped."""
+        self._path = out / METRICS
+        with disk_errors(self._path):
+            kept = self._lines_upto(step)
+            self._file = self._path.open("w", encoding="utf-8")
+            self._file.writelines(kept)
+            self._file.flush()
+        self._curves = _summary_writer(out / TENSORBOARD, step) if tensorboard else None
+
+    def write(self, event: str, step: int, **figures: float | int | None) -> None:
+        """One line: the event ("train" or "eval"), the step and its figures."""
+        with disk_errors(self._path):
+            self._file.write(json.dumps({"event": event, "step": step, **figures}) + "\n")
+            self._file.flush()
+        if self._curves is not None:
+            for name, value in figures.items():
+                if value is not None:
+                    self._curves.add_scalar(f"{event}/{name}", value, step)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._curves is not None:
+            self._curves.close()
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _lines_upto(self, step: int) -> list[str]:
+        if step == 0 or not self._path.exists():
+            return []
+        kept: list[str] = []
+        for line in self._path.read_text(encoding="utf-8").splitlines(keepends=True):
+            if not line.endswith("\n") or json.loads(line)["step"] > step:
+                break
+            kept.append(line)
+        return kept
+
+
+def _summary_writer(folder: Path, step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        logger.info("log.tensorboard: the tensorboard package is not installed: curves are in %s only", METRICS)
+        return None
+    return SummaryWriter(str(folder), purge_step=step + 1 if step else None)

@@ -1,0 +1,308 @@
+"""The training loop.
+
+    step:  window = next grad_accum micro-batches
+           n      = target tokens of the whole window
+           g      = Σ over micro-batches of ∇ (summed loss / n)       one mean over the step, however it is cut up
+           if loss and ‖g‖ are finite: clip g, AdamW; else skip and count
+
+Evaluation, checkpoint and log come between steps, so a checkpoint is always of a whole number of steps.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from peftkit.artifact import save_adapter
+from peftkit.data import Batch, Dataset, collate, plan_evaluation
+from peftkit.errors import InputError, RunError
+from peftkit.methods import attached
+from peftkit.recipe import Recipe
+from peftkit.train.checkpoint import Checkpoint, RunState, restore, save_checkpoint
+from peftkit.train.folder import BEST, STATE, MetricsLog
+from peftkit.train.interrupt import Interrupted, StopOnInterrupt
+from peftkit.train.loss import token_loss_sum
+from peftkit.train.optim import build_optimizer, learning_rate, set_lr
+from peftkit.train.prepare import Prepared
+
+logger = logging.getLogger(__name__)
+
+MAX_SKIPPED_IN_A_ROW = 5
+
+
+class Bar(Protocol):
+    """A progress display."""
+
+    def update(self, n: int = 1, **figures: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Trainer:
+    """One run: the loop's state and what it does between steps."""
+
+    def __init__(self, prepared: Prepared, out: Path, record: Mapping[str, Any]) -> None:
+        self.state = RunState()
+        self._prepared, self._out, self._record = prepared, out, record
+        self._recipe: Recipe = prepared.recipe
+        self._model = prepared.model
+        self._device = prepared.accelerator.device
+        self._parameters = prepared.parameters
+        self._optimizer = build_optimizer(self._recipe.optim, self._parameters.values())
+        self._sampler = prepared.sampler()
+        settings = self._recipe.train
+        self.total_steps = settings.max_steps or self._sampler.num_windows(settings.epochs)
+        self._skipped_in_a_row = 0
+        self._gradients_checked = False
+        self._saved: RunState | None = None
+        self._window = _LogWindow()
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Goes on from `checkpoint`. Raises InputError naming the field in which the recipe differs from its run's."""
+        check_same_run(checkpoint, self._prepared.identity(), self.total_steps)
+        restore(checkpoint, parameters=self._parameters, optimizer=self._optimizer, device=self._device)
+        self.state = checkpoint.state
+        self._sampler.position = (self.state.epoch, self.state.taken)
+
+    def run(self, log: MetricsLog, bar: Bar) -> None:
+        """Trains to the end. Raises Interrupted after Ctrl-C, RunError for a loss that stays not finite."""
+        with StopOnInterrupt() as stop:
+            while True:
+                if self._evaluation_due():
+                    self._evaluate(log, stop)
+                if stop.requested:
+                    self._save()
+                    raise Interrupted(
+                        f"interrupted at step {self.state.step} of {self.total_steps}; "
+                        f"a checkpoint is in {self._out / STATE}: --resume goes on from it"
+                    )
+                if self._done():
+                    break
+                self._step()
+                self._report(log, bar)
+                if self._save_due():
+                    self._save()
+            self._save()
+
+    def _done(self) -> bool:
+        return self.state.step >= self.total_steps or self.state.stopped_early
+
+    # a step ------------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        start = time.perf_counter()
+        accelerator = self._prepared.accelerator
+        samples = self._prepared.train.samples
+        batches = [collate([samples[row] for row in rows]) for rows in self._sampler.next_window()]
+        loss = accumulate_gradients(self._model, batches, accelerator.backward)
+        max_norm = self._recipe.optim.max_grad_norm
+        norm = accelerator.clip_grad_norm_(list(self._parameters.values()), math.inf if max_norm is None else max_norm)
+        assert norm is not None
+        grad_norm = float(norm)
+        lr = learning_rate(self._recipe.optim, self.state.step, self.total_steps)
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            self._check_gradients()
+            set_lr(self._optimizer, lr)
+            self._optimizer.step()
+            self._skipped_in_a_row = 0
+            self.state.loss = loss
+        else:
+            self._skip(loss, grad_norm)
+        self._optimizer.zero_grad(set_to_none=True)
+        num_targets = sum(batch.num_target_tokens for batch in batches)
+        num_tokens = sum(batch.num_tokens for batch in batches)
+        seconds = time.perf_counter() - start
+        self.state.step += 1
+        self.state.epoch, self.state.taken = self._sampler.position
+        self.state.tokens += num_tokens
+        self.state.target_tokens += num_targets
+        self.state.seconds += seconds
+        self._window.add(loss, num_targets, num_tokens, seconds, lr, grad_norm)
+
+    def _skip(self, loss: float, grad_norm: float) -> None:
+        self.state.skipped += 1
+        self._skipped_in_a_row += 1
+        logger.warning("step %d skipped: loss %s, gradient norm %s", self.state.step + 1, loss, grad_norm)
+        if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise RunError(
+                f"{MAX_SKIPPED_IN_A_ROW} steps in a row, up to step {self.state.step + 1}, had a loss or gradient that "
+                "isn't finite: lower optim.lr, or compute in float32 or bfloat16 (quant.compute_dtype)"
+            )
+
+    def _check_gradients(self) -> None:
+        """After the first step: an adapter whose gradients are all zero would train for nothing."""
+        if self._gradients_checked:
+            return
+        self._gradients_checked = True
+        for method in attached(self._model):
+            if not any(p.grad is not None and bool(p.grad.any()) for p in method.parameters().values()):
+                raise RunError(f"the {method.kind} adapter's gradients are all zero after a step: it isn't trained")
+
+    # between steps -----------------------------------------------------------------------------------------------
+
+    def _report(self, log: MetricsLog, bar: Bar) -> None:
+        window = self._window
+        bar.update(1, loss=window.loss, lr=window.lr, tokens_per_s=window.tokens_per_s)
+        if self.state.step % self._recipe.log.every == 0 or self._done():
+            log.write(
+                "train",
+                self.state.step,
+                loss=window.loss if math.isfinite(window.loss) else None,
+                lr=window.lr,
+                grad_norm=window.grad_norm if math.isfinite(window.grad_norm) else None,
+                tokens=self.state.tokens,
+                target_tokens=self.state.target_tokens,
+                tokens_per_s=window.tokens_per_s,
+                seconds=self.state.seconds,
+                skipped=self.state.skipped,
+            )
+            self._window = _LogWindow()
+
+    def _save_due(self) -> bool:
+        every = self._recipe.train.save_every
+        return every > 0 and self.state.step % every == 0 and not self._done()
+
+    def _save(self) -> None:
+        if self._saved == self.state:
+            return
+        save_checkpoint(
+            self._out / STATE,
+            state=self.state,
+            total_steps=self.total_steps,
+            identity=self._prepared.identity(),
+            parameters=self._parameters,
+            optimizer=self._optimizer,
+            device=self._device,
+        )
+        self._saved = replace(self.state)
+
+    def _evaluation_due(self) -> bool:
+        if self._prepared.valid is None or self.state.evaluated == self.state.step:
+            return False
+        every = self._recipe.eval.every
+        return self._done() or (every > 0 and self.state.step % every == 0)
+
+    def _evaluate(self, log: MetricsLog, stop: StopOnInterrupt) -> None:
+        assert self._prepared.valid is not None
+        start = time.perf_counter()
+        loss = self._mean_loss(self._prepared.valid, lambda: stop.requested)
+        if loss is None:
+            return
+        state = self.state
+        state.evaluated, state.eval_loss = state.step, loss
+        log.write("eval", state.step, loss=loss, seconds=time.perf_counter() - start)
+        if math.isfinite(loss) and (state.best_loss is None or loss < state.best_loss):
+            state.best_step, state.best_loss, state.worse = state.step, loss, 0
+            save_adapter(self._model, self._out / BEST, **self.adapter_record())
+        else:
+            state.worse += 1
+        logger.info("step %d: evaluation loss %.4f, best %s", state.step, loss, _best(state))
+        patience = self._recipe.eval.early_stop
+        if patience is not None and state.worse >= patience:
+            state.stopped_early = True
+            logger.info("eval.early_stop: %d evaluations without a new best: stopping", state.worse)
+
+    def _mean_loss(self, data: Dataset, stop: Callable[[], bool]) -> float | None:
+        """Mean loss per target token without gradients or kept logits; None when `stop` says so in between."""
+        summed = 0.0
+        self._model.eval()
+        with torch.no_grad():
+            for rows in plan_evaluation(data.lengths, batch_tokens=self._recipe.train.batch_tokens):
+                if stop():
+                    break
+                batch = collate([data.samples[row] for row in rows])
+                summed += token_loss_sum(self._model, batch.to(self._device)).item()
+        self._model.train()
+        return None if stop() else summed / data.num_target_tokens
+
+    def adapter_record(self) -> dict[str, Any]:
+        """What the adapter's `peftkit.json` says of its making, as of now."""
+        metrics = {"train_loss": self.state.loss, "eval_loss": self.state.eval_loss}
+        return {**self._record, "step": self.state.step, "metrics": metrics}
+
+
+def accumulate_gradients(
+    model: PreTrainedModel, batches: Sequence[Batch], backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
+) -> float:
+    """Adds the gradient of the mean loss over all target tokens of `batches` to the parameters' `.grad`, one batch at a
+    time; the sum doesn't depend on how rows are divided into batches. Returns that mean loss."""
+    num_targets = sum(batch.num_target_tokens for batch in batches)
+    losses: list[torch.Tensor] = []
+    for batch in batches:
+        loss_sum = token_loss_sum(model, batch.to(model.device))
+        backward(loss_sum / num_targets)
+        losses.append(loss_sum.detach())
+    # read once all work is queued: reading waits for the device
+    return sum(loss.item() for loss in losses) / num_targets
+
+
+class _LogWindow:
+    """Figures since the last line of metrics.jsonl."""
+
+    def __init__(self) -> None:
+        self._summed = self._seconds = 0.0
+        self._targets = self._tokens = 0
+        self.lr = self.grad_norm = 0.0
+
+    def add(self, loss: float, targets: int, tokens: int, seconds: float, lr: float, grad_norm: float) -> None:
+        self._summed += loss * targets
+        self._targets += targets
+        self._tokens += tokens
+        self._seconds += seconds
+        self.lr, self.grad_norm = lr, grad_norm
+
+    @property
+    def loss(self) -> float:
+        """Mean per target token."""
+        return self._summed / self._targets
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self._tokens / self._seconds
+
+
+def _best(state: RunState) -> str:
+    return "none yet" if state.best_loss is None else f"{state.best_loss:.4f} at step {state.best_step}"
+
+
+_FREE = {"out", "base", "data.train", "data.valid", "train.epochs", "train.max_steps", "train.save_every"}
+"""Recipe fields that a resumed run may change: where files lie (their content is compared) and how far to go."""
+
+
+def check_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any], total_steps: int) -> None:
+    """Raises InputError naming the first field in which a run differs from the one that wrote `checkpoint`."""
+    remedy = "put it back, or start anew with --overwrite"
+    saved, now = _flat(checkpoint.identity["recipe"]), _flat(identity["recipe"])
+    for field in sorted(saved.keys() | now.keys(), key=lambda field: (not field.endswith(".kind"), field)):
+        if field in _FREE or field.startswith("log."):
+            continue
+        if saved.get(field) != now.get(field):
+            raise InputError(
+                f"--resume: {field} is {now.get(field)!r} but the run began with {saved.get(field)!r}: {remedy}",
+                field=field,
+            )
+    for name, field in (("base", "base"), ("train", "data.train"), ("valid", "data.valid")):
+        if checkpoint.identity[name] != identity[name]:
+            raise InputError(f"--resume: {field} is not what the run began with: {remedy}", field=field)
+    if total_steps < checkpoint.total_steps:
+        raise InputError(
+            f"--resume: train.max_steps and train.epochs now give {total_steps} steps, the run began with "
+            f"{checkpoint.total_steps}: they may only grow",
+            field="train.max_steps",
+        )
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
