@@ -1,0 +1,39 @@
+"""Pure functions on tensors: what a paged decoder with adapters computes. Knows nothing of models or servers.
+
+Each operation checks its arguments (ValueError names the tensor, what it is and what was wanted) and runs the fastest
+implementation for its device; `reference.py` says what it computes. Importing this package never imports triton.
+"""
+
+from peftkit_kernels import checks, reference
+from peftkit_kernels.dispatch import dispatched
+from peftkit_kernels.reference import pack_linear
+from peftkit_kernels.segments import Segments, sort_by_slot
+
+embedding = dispatched(checks.embedding)(reference.embedding)
+linear = dispatched(checks.linear)(reference.linear)
+rms_norm = dispatched(checks.rms_norm)(reference.rms_norm)
+rope_write_kv = dispatched(checks.rope_write_kv)(reference.rope_write_kv)
+paged_attention = dispatched(checks.paged_attention)(reference.paged_attention)
+silu_and_mul = dispatched(checks.gated_activation)(reference.silu_and_mul)
+gelu_tanh_and_mul = dispatched(checks.gated_activation)(reference.gelu_tanh_and_mul)
+grouped_lora = dispatched(checks.grouped_lora)(reference.grouped_lora)
+nf4_dequantize = dispatched(checks.nf4_dequantize)(reference.nf4_dequantize)
+copy_pages = dispatched(checks.copy_pages)(reference.copy_pages)
+sample = dispatched(checks.sample)(reference.sample)
+
+__all__ = [
+    "embedding",
+    "linear",
+    "pack_linear",
+    "rms_norm",
+    "rope_write_kv",
+    "paged_attention",
+    "silu_and_mul",
+    "gelu_tanh_and_mul",
+    "grouped_lora",
+    "nf4_dequantize",
+    "copy_pages",
+    "sample",
+    "Segments",
+    "sort_by_slot",
+]

@@ -1,0 +1,177 @@
+"""What each operation asks of its arguments. A check raises ValueError that names the tensor, what it is and what was
+wanted; it looks at shapes, dtypes and devices alone, never at values, so it costs a GPU no synchronisation."""
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INT32 = (torch.int32,)
+INT64 = (torch.int64,)
+FLOAT32 = (torch.float32,)
+UINT8 = (torch.uint8,)
+
+Shape = tuple[int | None, ...]
+"""Wanted sizes; None is any."""
+
+
+def embedding(token_T: Tensor, weight_VH: Tensor) -> None:
+    _tensor("token_T", token_T, (None,), INT64, weight_VH)
+    _tensor("weight_VH", weight_VH, (None, None), FLOATS)
+
+
+def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, deterministic: bool = False) -> None:
+    _tensor("x_TI", x_TI, (None, None), FLOATS)
+    _tensor("weight_OI", weight_OI, (None, x_TI.shape[1]), (x_TI.dtype,), x_TI)
+    if bias_O is not None:
+        _tensor("bias_O", bias_O, (weight_OI.shape[0],), (x_TI.dtype,), x_TI)
+
+
+def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float, residual_TH: Tensor | None = None) -> None:
+    if x_TH.dim() < 2:
+        raise ValueError(f"x_TH has shape {list(x_TH.shape)}: two dimensions or more are wanted")
+    _tensor("x_TH", x_TH, (None,) * x_TH.dim(), FLOATS)
+    _tensor("weight_H", weight_H, (x_TH.shape[-1],), (x_TH.dtype,), x_TH)
+    if residual_TH is not None:
+        _tensor("residual_TH", residual_TH, tuple(x_TH.shape), (x_TH.dtype,), x_TH)
+
+
+def rope_write_kv(qkv_TCD: Tensor, cos_TE: Tensor, sin_TE: Tensor, cell_T: Tensor, kv_PZ2KD: Tensor) -> None:
+    _tensor("qkv_TCD", qkv_TCD, (None, None, None), FLOATS)
+    num_rows, num_heads, head_size = qkv_TCD.shape
+    if head_size % 2:
+        raise ValueError(f"qkv_TCD has head size {head_size}: an even one is wanted")
+    _pages(kv_PZ2KD, qkv_TCD)
+    if num_heads <= 2 * kv_PZ2KD.shape[3]:
+        raise ValueError(f"qkv_TCD has {num_heads} heads: more than 2 × {kv_PZ2KD.shape[3]} (K) are wanted")
+    for name, table in (("cos_TE", cos_TE), ("sin_TE", sin_TE)):
+        _tensor(name, table, (num_rows, head_size // 2), (qkv_TCD.dtype,), qkv_TCD)
+    _tensor("cell_T", cell_T, (num_rows,), INT64, qkv_TCD)
+
+
+def paged_attention(
+    q_TQD: Tensor,
+    kv_PZ2KD: Tensor,
+    page_NM: Tensor,
+    cu_seqlens_N1: Tensor,
+    context_N: Tensor,
+    num_virtual_N: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    deterministic: bool = False,
+) -> None:
+    _tensor("q_TQD", q_TQD, (None, None, None), FLOATS)
+    _pages(kv_PZ2KD, q_TQD)
+    if q_TQD.shape[1] % kv_PZ2KD.shape[3]:
+        raise ValueError(f"q_TQD has {q_TQD.shape[1]} heads: a multiple of {kv_PZ2KD.shape[3]} (K) is wanted")
+    _tensor("page_NM", page_NM, (None, None), INT32, q_TQD)
+    num_requests = page_NM.shape[0]
+    _tensor("cu_seqlens_N1", cu_seqlens_N1, (num_requests + 1,), INT32, q_TQD)
+    _tensor("context_N", context_N, (num_requests,), INT32, q_TQD)
+    _tensor("num_virtual_N", num_virtual_N, (num_requests,), INT32, q_TQD)
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}: at least 1, or None, is wanted")
+
+
+def gated_activation(x_TO: Tensor, *, deterministic: bool = False) -> None:
+    _tensor("x_TO", x_TO, (None, None), FLOATS)
+    if x_TO.shape[1] % 2:
+        raise ValueError(f"x_TO has {x_TO.shape[1]} columns: an even number is wanted")
+
+
+def grouped_lora(
+    y_TO: Tensor,
+    x_TI: Tensor,
+    weights: Tensor,
+    row_X: Tensor,
+    segment_start_G1: Tensor,
+    segment_slot_G: Tensor,
+    offset_a_PS: Tensor,
+    offset_b_PS: Tensor,
+    rank_PS: Tensor,
+    scale_PS: Tensor,
+    out_features: tuple[int, ...],
+    *,
+    deterministic: bool = False,
+) -> None:
+    _tensor("x_TI", x_TI, (None, None), FLOATS)
+    _tensor("y_TO", y_TO, (x_TI.shape[0], sum(out_features)), (x_TI.dtype,), x_TI)
+    _tensor("weights", weights, (None,), (x_TI.dtype,), x_TI)
+    _tensor("row_X", row_X, (None,), INT64, x_TI)
+    _tensor("segment_slot_G", segment_slot_G, (None,), INT32, x_TI)
+    _tensor("segment_start_G1", segment_start_G1, (segment_slot_G.shape[0] + 1,), INT32, x_TI)
+    _tensor("offset_a_PS", offset_a_PS, (len(out_features), None), INT64, x_TI)
+    table = tuple(offset_a_PS.shape)
+    _tensor("offset_b_PS", offset_b_PS, table, INT64, x_TI)
+    _tensor("rank_PS", rank_PS, table, INT32, x_TI)
+    _tensor("scale_PS", scale_PS, table, FLOAT32, x_TI)
+
+
+def copy_pages(kv_PZ2KD: Tensor, source_X: Tensor, destination_X: Tensor) -> None:
+    if kv_PZ2KD.dim() != 5:
+        raise ValueError(f"kv_PZ2KD has shape {list(kv_PZ2KD.shape)}: (P, Z, 2, K, D) is wanted")
+    _tensor("source_X", source_X, (None,), INT64, kv_PZ2KD)
+    _tensor("destination_X", destination_X, tuple(source_X.shape), INT64, kv_PZ2KD)
+
+
+def nf4_dequantize(
+    code_X: Tensor,
+    absmax_B: Tensor,
+    absmax_code: Tensor,
+    absmax_scale: Tensor,
+    absmax_offset: Tensor,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+) -> None:
+    num_elements = shape[0] * shape[1]
+    num_blocks = -(-num_elements // 64)
+    _tensor("code_X", code_X, (-(-num_elements // 2),), UINT8)
+    _tensor("absmax_B", absmax_B, (num_blocks,), UINT8, code_X)
+    _tensor("absmax_code", absmax_code, (256,), FLOAT32, code_X)
+    _tensor("absmax_scale", absmax_scale, (-(-num_blocks // 256),), FLOAT32, code_X)
+    _tensor("absmax_offset", absmax_offset, (), FLOAT32, code_X)
+    if dtype not in FLOATS:
+        raise ValueError(f"dtype is {dtype}: one of {_names(FLOATS)} is wanted")
+
+
+def sample(
+    logits_NV: Tensor,
+    temperature_N: Tensor,
+    top_k_N: Tensor,
+    top_p_N: Tensor,
+    min_p_N: Tensor,
+    seed_N: Tensor,
+    step_N: Tensor,
+) -> None:
+    _tensor("logits_NV", logits_NV, (None, None), FLOATS)
+    rows = (logits_NV.shape[0],)
+    _tensor("temperature_N", temperature_N, rows, FLOAT32, logits_NV)
+    _tensor("top_k_N", top_k_N, rows, INT32, logits_NV)
+    _tensor("top_p_N", top_p_N, rows, FLOAT32, logits_NV)
+    _tensor("min_p_N", min_p_N, rows, FLOAT32, logits_NV)
+    _tensor("seed_N", seed_N, rows, INT64, logits_NV)
+    _tensor("step_N", step_N, rows, INT64, logits_NV)
+
+
+def _pages(kv_PZ2KD: Tensor, like: Tensor) -> None:
+    _tensor("kv_PZ2KD", kv_PZ2KD, (None, None, 2, None, like.shape[2]), (like.dtype,), like)
+    if not kv_PZ2KD.is_contiguous():
+        raise ValueError("kv_PZ2KD isn't contiguous: a contiguous tensor is wanted")
+
+
+def _tensor(
+    name: str, tensor: Tensor, shape: Shape, dtypes: tuple[torch.dtype, ...], like: Tensor | None = None
+) -> None:
+    """Checks one tensor; `like` is one on the device that is wanted."""
+    got = tensor.shape
+    if len(got) != len(shape) or any(want is not None and have != want for have, want in zip(got, shape, strict=True)):
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} has shape {list(got)}: ({wanted}) is wanted")
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} is {tensor.dtype}: {_names(dtypes)} is wanted")
+    if like is not None and tensor.device != like.device:
+        raise ValueError(f"{name} is on {tensor.device}: {like.device} is wanted")
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(str(dtype) for dtype in dtypes)

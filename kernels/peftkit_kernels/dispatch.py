@@ -1,0 +1,51 @@
+"""Which implementation of an operation runs: Triton where one is registered for the device, else the reference.
+
+An operation is registered by a row in `TRITON`: its name and the module of this package that has a function of the
+same name and signature. The module is imported when the operation first meets such a device, so importing the package
+never imports triton. The environment variable `PEFTKIT_KERNELS=reference` takes the reference everywhere.
+"""
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, ParamSpec, TypeVar
+
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+TRITON: Mapping[str, str] = MappingProxyType({})
+"""Operation → module that has its Triton kernel."""
+
+_DEVICES = frozenset({"cuda"})  # where Triton kernels run
+
+
+def dispatched(check: Callable[P, None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes a reference a public operation: checks its arguments, then runs what the first one's device has."""
+
+    def decorate(reference: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(reference)
+        def operation(*args: P.args, **kwargs: P.kwargs) -> R:
+            check(*args, **kwargs)
+            first = args[0]
+            assert isinstance(first, Tensor)
+            kernel = _triton(reference.__name__, first.device.type)
+            return reference(*args, **kwargs) if kernel is None else kernel(*args, **kwargs)
+
+        return operation
+
+    return decorate
+
+
+@functools.cache
+def _triton(name: str, device_type: str) -> Callable[..., Any] | None:
+    """The operation's Triton implementation for a kind of device, if it is to be used."""
+    choice = os.environ.get("PEFTKIT_KERNELS", "auto")
+    if choice not in ("auto", "reference"):
+        raise ValueError(f"PEFTKIT_KERNELS={choice}: it must be auto or reference")
+    if choice == "reference" or device_type not in _DEVICES or name not in TRITON:
+        return None
+    return getattr(importlib.import_module(f"peftkit_kernels.{TRITON[name]}"), name)

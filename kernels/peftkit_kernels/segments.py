@@ -1,0 +1,53 @@
+"""The rows of a step sorted by adapter, in chunks: one table a step that every adapter operation reads."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Runs of rows with one adapter slot each.
+
+    Segment g holds the rows `row_X[start_G1[g] : start_G1[g + 1]]`, all of slot `slot_G[g]`:
+
+        row_X     5  7 | 0  1  2 | 3  9          rows of the packed step; bare rows are not listed
+        start_G1  0      2         5       7
+        slot_G    0      1         1             a slot with more rows than a chunk has several segments
+    """
+
+    row_X: Tensor
+    """int64; ascending within a segment."""
+    start_G1: Tensor
+    """int32, from 0 to X."""
+    slot_G: Tensor
+    """int32, ascending."""
+
+    def to(self, device: torch.device) -> "Segments":
+        """The same table on another device."""
+        return Segments(self.row_X.to(device), self.start_G1.to(device), self.slot_G.to(device))
+
+
+def sort_by_slot(slot_T: Tensor, *, max_rows: int | None = None) -> Segments:
+    """Sorts rows by adapter slot, stably; slot -1, the bare base, is left out.
+
+    slot_T: integers on the CPU. max_rows: most rows of a segment; None sets no limit.
+    """
+    if max_rows is not None and max_rows < 1:
+        raise ValueError(f"max_rows is {max_rows}: it must be at least 1, or None")
+    adapted_X = (slot_T >= 0).nonzero()[:, 0]
+    row_X = adapted_X[torch.argsort(slot_T[adapted_X], stable=True)]
+    starts, slots = [0], []
+    for slot, count in zip(*(part.tolist() for part in _runs(slot_T[row_X])), strict=True):
+        end = starts[-1] + count
+        while starts[-1] < end:
+            starts.append(end if max_rows is None else min(end, starts[-1] + max_rows))
+            slots.append(slot)
+    return Segments(row_X, torch.tensor(starts, dtype=torch.int32), torch.tensor(slots, dtype=torch.int32))
+
+
+def _runs(slot_X: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct values of a sorted tensor and how often each stands there."""
+    slot_G, count_G = torch.unique_consecutive(slot_X, return_counts=True)
+    return slot_G, count_G
