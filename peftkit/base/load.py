@@ -95,6 +95,7 @@ def load_base(
         )
     info = name if isinstance(name, BaseInfo) else resolve_base(name)
     model = _load(info, weights_dtype, where, settings)
+    _compute_as_asked(model)
     model.requires_grad_(False)
     model.eval()
     model.__dict__["peftkit_base"] = info
@@ -140,6 +141,16 @@ def _nf4(double_quant: bool, compute_dtype: torch.dtype) -> BitsAndBytesConfig:
         bnb_4bit_compute_dtype=compute_dtype,
         llm_int8_skip_modules=["lm_head"],  # it has this name for 4 bits too; a tied one is the embedding itself
     )
+
+
+def _compute_as_asked(model: PreTrainedModel) -> None:
+    """Keeps bitsandbytes from repacking 4-bit weights at the first forward in eval mode on a CPU with AVX512-BF16.
+
+    It would round their scales to bf16 for good, compute in bf16 whatever was asked, and cut gradients off.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.__dict__["support_avx512bf16_for_cpu"] = False
 
 
 def _load(info: BaseInfo, dtype: torch.dtype, device: torch.device, settings: dict[str, Any]) -> PreTrainedModel:
