@@ -2,13 +2,14 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftkit.errors import AdapterError, InputError, did_you_mean
 
@@ -23,6 +24,26 @@ class MethodSettings(BaseModel):
         raise AssertionError("every method config defines identity()")
 
 
+class StartsFromText(MethodSettings):
+    """Base of the configs whose virtual tokens may start from a text: giving `init_text` asks for `init: text`."""
+
+    num_virtual_tokens: int = Field(20, ge=1)
+    """Virtual tokens in front of the text."""
+    init_text: str | None = None
+    """The text for `init: text`; repeated or cut to the number of virtual tokens."""
+
+    @model_validator(mode="after")
+    def _text_goes_with_init(self) -> Self:
+        if self.init_text is not None and "init" not in self.model_fields_set:
+            object.__setattr__(self, "init", "text")
+        init: str = getattr(self, "init")  # noqa: B009 - each config has its own set of starts
+        if init == "text" and not (self.init_text or "").strip():
+            raise ValueError("init: text needs init_text")
+        if init != "text" and self.init_text is not None:
+            raise ValueError(f"init_text is only used with init: text, not with init: {init}")
+        return self
+
+
 class Method(ABC):
     """One adapter attached to one model.
 
@@ -31,6 +52,8 @@ class Method(ABC):
     """
 
     kind: ClassVar[str]
+    shifts_positions: ClassVar[bool] = False
+    """Whether the text starts after virtual tokens: a model takes one such method at a time."""
     config: Any
 
     @abstractmethod
@@ -145,3 +168,27 @@ def text_positions(position_ids: Tensor | None, mask_BM: Tensor, length: int) ->
     if position_ids is not None:
         return position_ids.expand(mask_BM.shape[0], length)
     return (mask_BM.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
+
+
+def initial_token_ids(
+    text: str | None,
+    num_tokens: int,
+    vocab_size: int,
+    tokenizer: PreTrainedTokenizerBase | None,
+    generator: torch.Generator,
+) -> Tensor:
+    """Token ids (num_tokens,) that virtual tokens start from: the text's, repeated or cut, or drawn at random."""
+    if text is None:
+        return torch.randint(vocab_size, (num_tokens,), generator=generator)
+    if tokenizer is None:
+        raise InputError("init: text needs the base's tokenizer: pass tokenizer= to attach", field="init")
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    return torch.tensor((ids * (num_tokens // len(ids) + 1))[:num_tokens])
+
+
+@contextmanager
+def seeded(generator: torch.Generator) -> Iterator[None]:
+    """Inside, torch's own initialisers draw by this generator's seed; outside, the global generator is as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator.initial_seed())
+        yield

@@ -9,8 +9,7 @@ positions alone. Positions come from the attention mask: [virtual][padding][text
 batch what it gives alone. P is float32 and is cast to the embeddings' dtype.
 """
 
-from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,39 +21,52 @@ from peftkit.methods.method import Method, exported, text_positions
 KEY = "prompt_embeddings"
 
 
+class VirtualTokens(nn.Module):
+    """Holds P (V, H) itself."""
+
+    def __init__(self, initial_VH: Tensor) -> None:
+        super().__init__()
+        self.prompt_embeddings = nn.Parameter(initial_VH)
+
+    def forward(self) -> Tensor:
+        return self.prompt_embeddings
+
+
 class SoftPrompt(Method):
-    """Puts `embeddings()` in front of the text by two hooks on the model's trunk.
+    """Puts the virtual tokens that `encoder()` gives, float32 (V, H), before the text by two hooks on the trunk.
 
     `encoder` holds the trainable parameters; it becomes the model's submodule `virtual_tokens`, so that the model's own
     `parameters()` and `to()` reach it.
     """
 
+    shifts_positions: ClassVar[bool] = True
+
     def __init__(self, model: PreTrainedModel, num_virtual_tokens: int, encoder: nn.Module) -> None:
         embedding = model.get_input_embeddings()
         assert isinstance(embedding, nn.Embedding)
-        self._model, self._embedding, self._encoder = model, embedding, encoder
+        self._model, self._embedding = model, embedding
         self._num_virtual = num_virtual_tokens
         self._prepended = False
-        encoder.train(model.training)
-        model.add_module("virtual_tokens", encoder)
+        self.replace_encoder(encoder)
         trunk = model.base_model
         self._hooks = [
             trunk.register_forward_pre_hook(self._prepend, with_kwargs=True),
             trunk.register_forward_hook(self._strip),
         ]
 
-    @abstractmethod
-    def embeddings(self) -> Tensor:
-        """The virtual tokens, float32 (V, H), with their graph in training."""
-
     def parameters(self) -> dict[str, nn.Parameter]:
         return dict(self._encoder.named_parameters())
 
     def export(self) -> dict[str, Tensor]:
-        return {KEY: exported(self.embeddings())}
+        return {KEY: exported(self._encoder())}
 
     def expected(self) -> dict[str, tuple[int, ...]]:
         return {KEY: (self._num_virtual, self._embedding.embedding_dim)}
+
+    def replace_encoder(self, encoder: nn.Module) -> None:
+        """Takes another source of virtual tokens in the place of the present one."""
+        self._encoder = encoder.train(self._model.training)
+        self._model.add_module("virtual_tokens", encoder)
 
     def detach(self) -> None:
         for hook in self._hooks:
@@ -77,7 +89,7 @@ class SoftPrompt(Method):
         mask = self._text_mask(kwargs.get("attention_mask"), B, T + max(cached - V, 0), embeds.device)
         positions = text_positions(kwargs.get("position_ids"), mask, T) + V
         if self._prepended:
-            embeds = torch.cat([self.embeddings().to(embeds.dtype).expand(B, -1, -1), embeds], 1)
+            embeds = torch.cat([self._encoder().to(embeds.dtype).expand(B, -1, -1), embeds], 1)
             positions = torch.cat([torch.arange(V, device=embeds.device).expand(B, V), positions], 1)
         kwargs.pop("cache_position", None)
         kwargs.update(

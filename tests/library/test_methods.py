@@ -6,10 +6,35 @@ from pydantic import ValidationError
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from peftkit.errors import AdapterError, InputError, UnsupportedError
-from peftkit.methods import LoraConfig, PromptTuningConfig, attach, attached, detach
+from peftkit.methods import (
+    BottleneckConfig,
+    LoraConfig,
+    MethodConfig,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    PTuningConfig,
+    PTuningV2Config,
+    attach,
+    attached,
+    detach,
+)
 from peftkit.methods.method import linear_shapes
 
-CONFIGS = [LoraConfig(r=4, alpha=8), PromptTuningConfig(num_virtual_tokens=5)]
+CONFIGS = [
+    LoraConfig(r=4, alpha=8),
+    BottleneckConfig(bottleneck_size=6),
+    BottleneckConfig(variant="pfeiffer", bottleneck_size=6, ln_before=True, layers_to_transform=[1]),
+    BottleneckConfig(variant="parallel", bottleneck_size=6),
+    PrefixTuningConfig(num_virtual_tokens=5),
+    PTuningV2Config(num_virtual_tokens=5),
+    PTuningConfig(num_virtual_tokens=5),
+    PTuningConfig(num_virtual_tokens=5, encoder="lstm", encoder_hidden_size=8),
+    PromptTuningConfig(num_virtual_tokens=5),
+]
+
+
+def name_of(config: MethodConfig) -> str:
+    return "-".join([config.kind, *[str(getattr(config, k)) for k in ("variant", "encoder") if hasattr(config, k)]])
 
 
 @pytest.fixture
@@ -37,8 +62,8 @@ def randomise(model: PreTrainedModel) -> None:
             torch.nn.init.normal_(parameter, std=0.3)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
-def test_only_adapter_weights_require_grad_and_receive_one(model: PreTrainedModel, config: LoraConfig) -> None:
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+def test_only_adapter_weights_require_grad_and_receive_one(model: PreTrainedModel, config: MethodConfig) -> None:
     attach(model, config, seed=3)
     randomise(model)
     ids = torch.randint(1, 97, (2, 9))
@@ -57,8 +82,8 @@ def test_lora_starts_at_the_base(model: PreTrainedModel) -> None:
     assert torch.equal(attach(model, LoraConfig(r=4), seed=1)(input_ids=ids).logits, before)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
-def test_detach_gives_the_base_back_bit_for_bit(model: PreTrainedModel, config: LoraConfig) -> None:
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+def test_detach_gives_the_base_back_bit_for_bit(model: PreTrainedModel, config: MethodConfig) -> None:
     ids = torch.randint(1, 97, (2, 9))
     before, names = model(input_ids=ids).logits, sorted(model.state_dict())
     attach(model, config)
@@ -70,8 +95,8 @@ def test_detach_gives_the_base_back_bit_for_bit(model: PreTrainedModel, config: 
     assert attached(model) == []
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
-def test_one_seed_gives_one_start(model: PreTrainedModel, config: LoraConfig) -> None:
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+def test_one_seed_gives_one_start(model: PreTrainedModel, config: MethodConfig) -> None:
     first = attached(attach(model, config, seed=7))[0].export()
     second = attached(attach(detach(model), config, seed=7))[0].export()
     other = attached(attach(detach(model), config, seed=8))[0].export()
@@ -79,8 +104,8 @@ def test_one_seed_gives_one_start(model: PreTrainedModel, config: LoraConfig) ->
     assert any(not torch.equal(first[key], other[key]) for key in first)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
-def test_left_padded_batch_equals_each_sequence_alone(model: PreTrainedModel, config: LoraConfig) -> None:
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+def test_left_padded_batch_equals_each_sequence_alone(model: PreTrainedModel, config: MethodConfig) -> None:
     randomise(attach(model, config))
     short, long = torch.randint(1, 97, (1, 4)), torch.randint(1, 97, (1, 11))
     ids = torch.cat([torch.cat([torch.zeros(1, 7, dtype=torch.long), short], 1), long])
@@ -92,8 +117,8 @@ def test_left_padded_batch_equals_each_sequence_alone(model: PreTrainedModel, co
     torch.testing.assert_close(batch[1], model(input_ids=long).logits[0], atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
-def test_generation_equals_teacher_forced_forward(model: PreTrainedModel, config: LoraConfig) -> None:
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+def test_generation_equals_teacher_forced_forward(model: PreTrainedModel, config: MethodConfig) -> None:
     randomise(attach(model, config))
     lengths, width, new = [3, 8], 8, 12
     ids = torch.randint(1, 97, (2, width))
@@ -114,8 +139,10 @@ def test_generation_equals_teacher_forced_forward(model: PreTrainedModel, config
         torch.testing.assert_close(stepwise, forced, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
-def test_gradient_checkpointing_changes_neither_loss_nor_gradients(model: PreTrainedModel, config: LoraConfig) -> None:
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+def test_gradient_checkpointing_changes_neither_loss_nor_gradients(
+    model: PreTrainedModel, config: MethodConfig
+) -> None:
     randomise(attach(model, config))
     ids = torch.randint(1, 97, (2, 9))
 
@@ -247,8 +274,8 @@ def test_a_second_adapter_of_a_kind_is_refused(model: PreTrainedModel) -> None:
         attach(model, LoraConfig(r=4))
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
-def test_load_refuses_wrong_tensors_and_copies_none(model: PreTrainedModel, config: LoraConfig) -> None:
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+def test_load_refuses_wrong_tensors_and_copies_none(model: PreTrainedModel, config: MethodConfig) -> None:
     (method,) = attached(attach(model, config))
     before = method.export()
     name = next(iter(before))

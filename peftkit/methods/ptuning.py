@@ -1,0 +1,85 @@
+"""P-tuning: virtual tokens that a small network produces (Liu et al. 2021, arXiv:2103.10385).
+
+The virtual tokens P (V, H) stand before the text as in `soft_prompt.py` and are computed from an embedding E (V, H):
+
+    mlp:   P = W₃ relu(W₂ relu(W₁ E))        W₁ (h, H), W₂ (h, h), W₃ (H, h)
+    lstm:  P = W₂ relu(W₁ LSTM(E))           LSTM of h units in each direction, W₁ (2h, 2h), W₂ (H, 2h)
+
+with biases, as HF PEFT has them. The network is trained and kept in checkpoints; P alone is exported.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from peftkit.methods.method import MethodSettings, seeded
+from peftkit.methods.soft_prompt import KEY, SoftPrompt, VirtualTokens
+
+
+class PTuningConfig(MethodSettings):
+    """Settings of P-tuning."""
+
+    kind: Literal["ptuning"] = "ptuning"
+    num_virtual_tokens: int = Field(20, ge=1)
+    """Virtual tokens in front of the text."""
+    encoder: Literal["mlp", "lstm"] = "mlp"
+    """The network that produces them."""
+    encoder_hidden_size: int | None = Field(None, ge=1)
+    """Width h of the network; null is the model's hidden size."""
+    encoder_num_layers: int = Field(2, ge=1)
+    """Layers of the LSTM; the MLP always has three."""
+    encoder_dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    """Dropout between layers of the LSTM."""
+
+    def identity(self) -> dict[str, Any]:
+        return {"kind": "prompt", "num_virtual_tokens": self.num_virtual_tokens}
+
+
+class PromptEncoder(nn.Module):
+    """E and the network over it."""
+
+    def __init__(self, config: PTuningConfig, hidden_size: int) -> None:
+        super().__init__()
+        H, h = hidden_size, config.encoder_hidden_size or hidden_size
+        self.embedding = nn.Embedding(config.num_virtual_tokens, H)
+        if config.encoder == "lstm":
+            self.lstm_head = nn.LSTM(
+                H,
+                h,
+                num_layers=config.encoder_num_layers,
+                dropout=config.encoder_dropout,
+                bidirectional=True,
+                batch_first=True,
+            )
+            self.mlp_head = nn.Sequential(nn.Linear(2 * h, 2 * h), nn.ReLU(), nn.Linear(2 * h, H))
+        else:
+            self.lstm_head = None
+            self.mlp_head = nn.Sequential(nn.Linear(H, h), nn.ReLU(), nn.Linear(h, h), nn.ReLU(), nn.Linear(h, H))
+
+    def forward(self) -> Tensor:
+        hidden = self.embedding.weight
+        if self.lstm_head is not None:
+            hidden = self.lstm_head(hidden[None])[0][0]
+        return self.mlp_head(hidden)
+
+
+class PTuning(SoftPrompt):
+    """P-tuning attached to a model."""
+
+    kind: ClassVar[str] = "ptuning"
+
+    def __init__(self, model: PreTrainedModel, config: PTuningConfig, *, generator: torch.Generator) -> None:
+        self.config = config
+        embedding = model.get_input_embeddings()
+        assert isinstance(embedding, nn.Embedding)
+        with seeded(generator):
+            encoder = PromptEncoder(config, embedding.embedding_dim)
+        super().__init__(model, config.num_virtual_tokens, encoder.to(embedding.weight.device))
+
+    def assign(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes the exported tokens; the network is given up for them."""
+        self.replace_encoder(VirtualTokens(tensors[KEY].to(self._embedding.weight.device, torch.float32, copy=True)))
