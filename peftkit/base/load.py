@@ -164,6 +164,7 @@ def _load(info: BaseInfo, dtype: torch.dtype, device: torch.device, settings: di
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
             **settings,
         )
     except torch.OutOfMemoryError as error:
@@ -171,6 +172,10 @@ def _load(info: BaseInfo, dtype: torch.dtype, device: torch.device, settings: di
         raise RunError(f"base {info.name} doesn't fit on {device}, where {free / 1e9:.1f} GB are free") from error
     if missing := sorted(report["missing_keys"]):
         raise BaseModelError(f"{info.path}: {len(missing)} tensors are missing, the first is {missing[0]}")
+    for name, stored, wanted in report["mismatched_keys"]:
+        raise BaseModelError(
+            f"{info.path}: tensor {name} has shape {list(stored)} where config.json says {list(wanted)}"
+        )
     if unexpected := sorted(report["unexpected_keys"]):
         logger.warning("%s: %d tensors belong to no layer, the first is %s", info.path, len(unexpected), unexpected[0])
     return model
