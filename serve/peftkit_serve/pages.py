@@ -22,6 +22,9 @@ class Prefix:
     num_tokens: int = 0
 
 
+NO_PREFIX = Prefix()
+
+
 def pages_for(num_tokens: int) -> int:
     """Pages that hold `num_tokens` positions."""
     return -(-num_tokens // PAGE_TOKENS)
@@ -83,7 +86,7 @@ class PageAllocator:
                 self._free.append(page)
 
     def check_integrity(self, holders: Mapping[int, int]) -> None:
-        """Asserts that each page has as many references as `holders` says (0 where absent), and the free list is whole."""
+        """Asserts that each page has the references that `holders` says (absent: 0), and the free list is whole."""
         for page, count in enumerate(self._references):
             held = holders.get(page, 0)
             assert count == held, f"page {page} has {count} references, {held} are held"

@@ -13,10 +13,11 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal, Protocol
 
 from peftkit.errors import AdapterError, InputError
-from peftkit_serve.pages import PAGE_TOKENS, PageAllocator, Prefix, pages_behind, pages_for
+from peftkit_serve.pages import NO_PREFIX, PAGE_TOKENS, PageAllocator, Prefix, pages_behind, pages_for
 from peftkit_serve.plan import Chunk, Sample, StepPlan, StepResult
 from peftkit_serve.request import SamplingParams
 
@@ -27,7 +28,7 @@ class Residence:
 
     slot: int = -1
     """LoRA slot; -1 is the bare base."""
-    prefix: Prefix = Prefix()
+    prefix: Prefix = NO_PREFIX
     """Virtual tokens at the head of the block table; empty for a LoRA."""
 
 
@@ -47,7 +48,7 @@ class AdapterLeases(Protocol):
         ...
 
     def pin(self, uid: str) -> Residence | None:
-        """Makes the adapter resident and pins it; None while that isn't possible yet. AdapterError: it never will be."""
+        """Makes the adapter resident and pins it; None while that can't be yet, AdapterError when it never can."""
         ...
 
     def unpin(self, uid: str) -> None:
@@ -239,7 +240,7 @@ class Scheduler:
         queued = [*self._running, *self._waiting, *(sequence for sequence, _ in self._rejected)]
         assert len(queued) == len(self._sequences) and all(self._sequences[s.request_id] is s for s in queued)
         for queue in (self._running, self._waiting):
-            assert all(a.arrival < b.arrival for a, b in zip(queue, queue[1:], strict=False)), "a queue is out of order"
+            assert all(a.arrival < b.arrival for a, b in pairwise(queue)), "a queue is out of order"
         assert len(self._running) <= self._max_requests
         for sequence in self._running:
             assert sequence.residence is not None

@@ -1,0 +1,1 @@
+"""Adapters in an engine: names and loading, residency, and the memory that holds LoRA weights."""

@@ -1,0 +1,226 @@
+"""Which adapters are resident: LoRA weights in slots, prompts as read-only pages at the head of block tables.
+
+Everything is keyed by uid, so an adapter that two names point to is resident once and a name that comes back with
+other content never meets the old weights. An adapter is held by three counts:
+
+    names       live names that point to it; without one it drains
+    references  requests that have not ended; with neither names nor references it is gone, its memory freed
+    pins        requests that are running; while there is one, its slot or pages are neither moved nor evicted
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from peftkit.errors import AdapterError
+from peftkit_serve.adapters.loader import LoadedAdapter
+from peftkit_serve.adapters.memory import LoraMemory
+from peftkit_serve.pages import PageAllocator, Prefix, pages_for
+from peftkit_serve.scheduler import Residence
+
+logger = logging.getLogger(__name__)
+
+PoolState = Literal["ready", "failed", "draining"]
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """An adapter in the pool."""
+
+    loaded: LoadedAdapter
+    num_names: int = 0
+    num_references: int = 0
+    num_pins: int = 0
+    residence: Residence | None = None
+    last_use: int = 0
+    failed: bool = False
+    """Whether the last attempt to make it resident raised; the next one may succeed."""
+
+
+class AdapterPool:
+    """Residency of adapters; the scheduler's `AdapterLeases`. Used on the thread that steps."""
+
+    def __init__(
+        self,
+        memory: LoraMemory,
+        pages: PageAllocator,
+        compute_prefix: Callable[[Tensor, Sequence[int]], None],
+        *,
+        num_slots: int,
+    ) -> None:
+        """
+        compute_prefix: writes the keys and values of virtual tokens (V, H) into the pages of a block table.
+        num_slots: LoRA adapters that can be resident at a time.
+        """
+        self._memory = memory
+        self._pages = pages
+        self._compute_prefix = compute_prefix
+        self.num_slots = num_slots
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._members: dict[str, _Member] = {}
+        self._num_uses = 0
+
+    def add_name(self, loaded: LoadedAdapter) -> None:
+        """One more name points to this adapter."""
+        self._members.setdefault(loaded.uid, _Member(loaded)).num_names += 1
+
+    def drop_name(self, uid: str) -> None:
+        """One name less; without any, the adapter is freed as soon as its last request has ended."""
+        member = self._members[uid]
+        assert member.num_names > 0
+        member.num_names -= 1
+        self._forget_if_unused(member)
+
+    def retain(self, uid: str) -> None:
+        """Takes a request's reference."""
+        self._members[uid].num_references += 1
+
+    def release(self, uid: str) -> None:
+        """Gives a request's reference back."""
+        member = self._members[uid]
+        assert member.num_references > member.num_pins
+        member.num_references -= 1
+        self._forget_if_unused(member)
+
+    def num_pages_to_pin(self, uid: str) -> int:
+        """Free pages that `pin` would take now: those of a prompt that is not resident."""
+        member = self._members[uid]
+        return pages_for(member.loaded.num_virtual) if member.residence is None else 0
+
+    def pin(self, uid: str) -> Residence | None:
+        """Makes an adapter resident, if it isn't, and holds it there.
+
+        None when every slot, or too much adapter memory, is pinned by others. Raises AdapterError when the device
+        fails at it. The caller has seen that `num_pages_to_pin` pages are free.
+        """
+        member = self._members[uid]
+        if member.residence is None:
+            member.residence = self._load_prompt(member) if member.loaded.lora is None else self._load_lora(member)
+            if member.residence is None:
+                return None
+        member.num_pins += 1
+        self._touch(member)
+        return member.residence
+
+    def unpin(self, uid: str) -> None:
+        """Gives a pin back. The adapter stays resident until its place is needed."""
+        member = self._members[uid]
+        assert member.num_pins > 0
+        member.num_pins -= 1
+        self._touch(member)
+
+    def reclaim(self, num_pages: int, keep: str | None) -> int:
+        """Evicts prompts that nobody pins, the least recently used first, until `num_pages` pages are freed."""
+        before = self._pages.num_free
+        for member in self._evictable(lora=False):
+            if self._pages.num_free - before >= num_pages:
+                break
+            if member.loaded.uid != keep:
+                self._evict(member)
+        return self._pages.num_free - before
+
+    def state(self, uid: str) -> PoolState | None:
+        """None for an adapter that is gone."""
+        member = self._members.get(uid)
+        if member is None:
+            return None
+        if member.num_names == 0:
+            return "draining"
+        return "failed" if member.failed else "ready"
+
+    def is_resident(self, uid: str) -> bool:
+        """Whether its weights or pages are on the device."""
+        member = self._members.get(uid)
+        return member is not None and member.residence is not None
+
+    def num_references(self, uid: str) -> int:
+        """Requests that have not ended."""
+        member = self._members.get(uid)
+        return 0 if member is None else member.num_references
+
+    @property
+    def num_resident(self) -> int:
+        """Adapters on the device, LoRA and prompt."""
+        return sum(member.residence is not None for member in list(self._members.values()))
+
+    def check_integrity(self, references: Mapping[str, int], pins: Mapping[str, int]) -> Counter[int]:
+        """Asserts all counts against those of the scheduler's sequences, by uid; returns the pages prompts hold."""
+        held: Counter[int] = Counter()
+        slots = list(self._free_slots)
+        for uid, member in self._members.items():
+            assert member.num_references == references.get(uid, 0) and member.num_pins == pins.get(uid, 0)
+            assert member.num_names or member.num_references, "an adapter that nobody needs is kept"
+            assert member.residence is not None or not member.num_pins
+            if member.residence is not None:
+                held.update(member.residence.prefix.pages)
+                slots += [] if member.loaded.lora is None else [member.residence.slot]
+        assert set(references) | set(pins) <= set(self._members), "a request's adapter is gone"
+        assert sorted(slots) == list(range(self.num_slots)), "a slot is lost or has two adapters"
+        self._memory.check_integrity()
+        return held
+
+    def _load_prompt(self, member: _Member) -> Residence:
+        embeddings_VH = member.loaded.embeddings_VH
+        assert embeddings_VH is not None
+        pages = self._pages.take(pages_for(member.loaded.num_virtual))
+        try:
+            self._attempt(member, lambda: self._compute_prefix(embeddings_VH, pages))
+        except AdapterError:
+            self._pages.release(pages)
+            raise
+        return Residence(prefix=Prefix(tuple(pages), member.loaded.num_virtual))
+
+    def _load_lora(self, member: _Member) -> Residence | None:
+        lora = member.loaded.lora
+        assert lora is not None
+        evictable = iter(self._evictable(lora=True))
+        while not self._free_slots or not self._memory.fits(lora.nbytes):
+            other = next(evictable, None)
+            if other is None:
+                return None
+            self._evict(other)
+        slot = self._free_slots[-1]
+        self._attempt(member, lambda: self._memory.load(slot, lora))
+        self._free_slots.pop()
+        return Residence(slot=slot)
+
+    def _attempt(self, member: _Member, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception as error:  # whatever the device raises is this adapter's failure, not the engine's
+            member.failed = True
+            logger.exception("adapter %s can't be made resident", member.loaded.uid)
+            raise AdapterError(f"the adapter can't be made resident: {type(error).__name__}") from error
+        member.failed = False
+
+    def _evictable(self, *, lora: bool) -> list[_Member]:
+        """Resident adapters of a kind that nobody pins, the least recently used first."""
+        members = [
+            member
+            for member in self._members.values()
+            if member.residence is not None and not member.num_pins and (member.loaded.lora is not None) == lora
+        ]
+        return sorted(members, key=lambda member: member.last_use)
+
+    def _evict(self, member: _Member) -> None:
+        assert member.residence is not None and not member.num_pins
+        if member.loaded.lora is not None:
+            self._memory.free(member.residence.slot)
+            self._free_slots.append(member.residence.slot)
+        self._pages.release(member.residence.prefix.pages)
+        member.residence = None
+
+    def _forget_if_unused(self, member: _Member) -> None:
+        if member.num_names or member.num_references:
+            return
+        if member.residence is not None:
+            self._evict(member)
+        del self._members[member.loaded.uid]
+
+    def _touch(self, member: _Member) -> None:
+        self._num_uses += 1
+        member.last_use = self._num_uses

@@ -1,0 +1,274 @@
+"""The engine: requests in, outputs out, one `step` at a time.
+
+A step is three calls: the scheduler plans which tokens are computed, the runner computes them and draws, the
+scheduler books what was drawn. One thread drives an engine; `AsyncEngine` is that thread for a server.
+"""
+
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypedDict
+
+from peftkit.base import BaseInfo, Quant, load_tokenizer, resolve_base
+from peftkit.chat import encode_prompt
+from peftkit.errors import InputError, RunError
+from peftkit_serve.adapters.loader import AdapterLoader
+from peftkit_serve.adapters.pool import AdapterPool
+from peftkit_serve.adapters.store import AdapterStore
+from peftkit_serve.detokenizer import Detokenizer
+from peftkit_serve.models.spec import ModelSpec
+from peftkit_serve.pages import PageAllocator
+from peftkit_serve.request import FinishReason, Request, RequestOutput
+from peftkit_serve.runner import Runner
+from peftkit_serve.scheduler import Scheduler
+from peftkit_serve.scheduler import Sequence as Live
+
+logger = logging.getLogger(__name__)
+
+
+class EngineStats(TypedDict):
+    """Counts at one moment; what only grows is counted since the engine was made."""
+
+    requests_running: int
+    requests_waiting: int
+    adapters: int
+    """Registered names."""
+    adapters_resident: int
+    """On the device, LoRA and prompt."""
+    adapter_slots: int
+    """LoRA adapters that can be resident at a time."""
+    running_adapters: list[str]
+    """Uids of the adapters of running requests."""
+    waiting_adapters: list[str]
+    pages_total: int
+    pages_free: int
+    pages_used: int
+    weight_bytes: int
+    kv_bytes: int
+    adapter_bytes: int
+    """Adapter memory in use."""
+    steps: int
+    preemptions: int
+    prompt_tokens: int
+    """Of requests that were accepted."""
+    generated_tokens: int
+
+
+class Engine:
+    """Generates for many requests at once over one frozen base, each with an adapter of its own or none."""
+
+    def __init__(
+        self,
+        base: str | Path | BaseInfo,
+        *,
+        quant: Quant = "none",
+        device: str = "auto",
+        max_tokens_per_step: int = 512,
+        max_requests: int = 64,
+        max_adapters: int = 16,
+        num_pages: int | None = None,
+        deterministic: bool = False,
+    ) -> None:
+        """
+        base: what `resolve_base` takes, or what it returned.
+        max_tokens_per_step: token budget of a step, prompts and generated tokens together.
+        max_requests: most requests in a step; others wait.
+        max_adapters: LoRA adapters on the device at a time; any number can be registered.
+        num_pages: KV memory in pages of 16 tokens; None takes what the device's memory leaves.
+        deterministic: a request's tokens don't depend on what else is in its batch, at some cost in speed.
+        """
+        self.base = base if isinstance(base, BaseInfo) else resolve_base(base)
+        self.tokenizer = load_tokenizer(self.base)
+        self._runner = Runner(
+            self.base,
+            quant=quant,
+            device=device,
+            max_tokens_per_step=max_tokens_per_step,
+            max_requests=max_requests,
+            num_slots=max_adapters,
+            num_pages=num_pages,
+            deterministic=deterministic,
+        )
+        self.spec: ModelSpec = self._runner.spec
+        self._pages = PageAllocator(self._runner.num_pages)
+        memory = self._runner.memory
+        self._pool = AdapterPool(memory, self._pages, self._runner.compute_prefix, num_slots=max_adapters)
+        self._scheduler = Scheduler(
+            self._pages, self._pool, max_tokens_per_step=max_tokens_per_step, max_requests=max_requests
+        )
+        loader = AdapterLoader(
+            self.base,
+            self.spec,
+            max_lora_bytes=memory.capacity_bytes,
+            max_virtual_tokens=min(self.spec.max_position, self._scheduler.max_text_tokens(1)) - 2,
+        )
+        self.adapters = AdapterStore(loader, self._pool)
+        eos = self.tokenizer.eos_token_id
+        self._eos = {*self.spec.eos_token_ids, *([eos] if isinstance(eos, int) else [])}
+        self._texts: dict[str, Detokenizer] = {}
+        self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
+
+    def room(self, adapter: str | None = None) -> int:
+        """Most tokens that a request's prompt and answer may have together, with an adapter's virtual tokens off.
+
+        Raises InputError (field "model") for an unknown adapter.
+        """
+        return self._room(0 if adapter is None else self.adapters.find(adapter).num_virtual)
+
+    def add_request(self, request: Request) -> str:
+        """Queues a request and returns its id. `max_tokens` is cut to what the context leaves.
+
+        Raises InputError naming the field: "request_id" in use, "model" unknown, "prompt" empty, too long, or with
+        ids outside the vocabulary. A request that raises leaves no trace.
+        """
+        if self._scheduler.get(request.request_id) is not None:
+            raise InputError(f"request_id '{request.request_id}' is in use", field="request_id")
+        adapter = None if request.adapter is None else self.adapters.find(request.adapter)
+        num_virtual = 0 if adapter is None else adapter.num_virtual
+        token_ids = self._tokenize(request.prompt)
+        room = self._room(num_virtual) - len(token_ids)
+        if room < 1:
+            raise InputError(
+                f"the prompt has {len(token_ids)} tokens, the context has room for {room + len(token_ids)} and the "
+                "answer needs one of them: shorten the prompt",
+                field="prompt",
+            )
+        params = request.sampling
+        live = Live(
+            request_id=request.request_id,
+            num_prompt=len(token_ids),
+            token_ids=token_ids,
+            params=replace(params, max_tokens=min(params.max_tokens, room)),
+            seed=secrets.randbits(63) if params.seed is None else params.seed % 2**63,
+            uid=None if adapter is None else adapter.uid,
+            num_virtual=num_virtual,
+        )
+        self._scheduler.add(live)
+        self._texts[live.request_id] = Detokenizer(self.tokenizer, params.stop)
+        self._num_prompt_tokens += live.num_prompt
+        return live.request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Computes one step. Returns an output for each request that drew a token or ended.
+
+        When the device fails, the requests of this step end with "error" and the engine goes on with the others.
+        """
+        plan = self._scheduler.schedule()
+        outputs = [self._end(live, "error", error=str(error)) for live, error in self._scheduler.take_rejected()]
+        if not plan.chunks:
+            return outputs
+        self._num_steps += 1
+        try:
+            result = self._runner.run(plan)
+        except Exception as error:  # whatever the device raises ends the requests in this step, not the engine
+            logger.exception("a step of %d requests failed", len(plan.chunks))
+            message = f"the step that computed this request failed: {type(error).__name__}"
+            failed = [self._scheduler.get(chunk.request_id) for chunk in plan.chunks]
+            return outputs + [self._end(live, "error", error=message) for live in failed if live is not None]
+        return outputs + [self._advance(live) for live in self._scheduler.update(plan, result)]
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Ends a request at once; its last output, or None when there is no such request (any more)."""
+        live = self._scheduler.get(request_id)
+        return None if live is None else self._end(live, "abort")
+
+    def has_work(self) -> bool:
+        """Whether a request has not ended."""
+        return self._scheduler.has_work()
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[RequestOutput]:
+        """Runs requests together and yields each one's last output, in order of ending.
+
+        Raises as `add_request` does, then none of them runs; RunError when other requests are being worked on. An
+        iterator that is closed early aborts what is left.
+        """
+        if self.has_work():
+            raise RunError("generate drives the engine alone: other requests have not ended")
+        try:
+            for request in requests:
+                self.add_request(request)
+            while self.has_work():
+                yield from (output for output in self.step() if output.finish_reason is not None)
+            self.check_integrity()
+        finally:
+            for request_id in list(self._texts):
+                self.abort(request_id)
+
+    def check_integrity(self) -> None:
+        """Asserts that pages, slots, pins and references are exactly those of the requests that have not ended."""
+        running, waiting = self._scheduler.running, self._scheduler.waiting
+        references = Counter(live.uid for live in (*running, *waiting) if live.uid is not None)
+        pins = Counter(live.uid for live in running if live.uid is not None)
+        held = self._scheduler.check_integrity()
+        held.update(self._pool.check_integrity(references, pins))
+        self._pages.check_integrity(held)
+        assert set(self._texts) == {live.request_id for live in (*running, *waiting)}
+
+    def stats(self) -> EngineStats:
+        """Counts for people and metrics; may be called from any thread."""
+        running, waiting = list(self._scheduler.running), list(self._scheduler.waiting)
+        num_free = self._pages.num_free
+        return EngineStats(
+            requests_running=len(running),
+            requests_waiting=len(waiting),
+            adapters=len(self.adapters.names()),
+            adapters_resident=self._pool.num_resident,
+            adapter_slots=self._pool.num_slots,
+            running_adapters=sorted({live.uid for live in running if live.uid is not None}),
+            waiting_adapters=sorted({live.uid for live in waiting if live.uid is not None}),
+            pages_total=self._pages.num_pages,
+            pages_free=num_free,
+            pages_used=self._pages.num_pages - num_free,
+            weight_bytes=self._runner.weight_bytes,
+            kv_bytes=self._runner.kv_bytes,
+            adapter_bytes=self._runner.memory.used_bytes(),
+            steps=self._num_steps,
+            preemptions=self._scheduler.num_preemptions,
+            prompt_tokens=self._num_prompt_tokens,
+            generated_tokens=self._num_generated_tokens,
+        )
+
+    def _room(self, num_virtual: int) -> int:
+        return min(self.spec.max_position - num_virtual, self._scheduler.max_text_tokens(num_virtual))
+
+    def _tokenize(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            token_ids = encode_prompt(self.tokenizer, prompt)
+        else:
+            token_ids = list(prompt)
+            outside = next((one for one in token_ids if not 0 <= one < self.spec.vocab_size), None)
+            if outside is not None:
+                last = self.spec.vocab_size - 1
+                raise InputError(f"the prompt has token id {outside}: ids are 0 to {last}", field="prompt")
+        if not token_ids:
+            raise InputError("the prompt is empty: it must have at least one token", field="prompt")
+        return token_ids
+
+    def _advance(self, live: Live) -> RequestOutput:
+        """The output after a request's new token, its last one if the token ends it."""
+        self._num_generated_tokens += 1
+        token_id, text = live.token_ids[-1], self._texts[live.request_id]
+        if token_id in self._eos and not live.params.ignore_eos:
+            return self._end(live, "stop")
+        delta = text.push(token_id)
+        if text.stopped:
+            return self._end(live, "stop", delta)
+        if live.num_generated == live.params.max_tokens:
+            return self._end(live, "length", delta)
+        return self._output(live, text, delta)
+
+    def _end(self, live: Live, reason: FinishReason, delta: str = "", error: str | None = None) -> RequestOutput:
+        """The last output of a request. All that it held is given back."""
+        self._scheduler.finish(live.request_id)
+        text = self._texts.pop(live.request_id)
+        delta += text.flush()
+        if text.stopped and reason == "length":
+            reason = "stop"
+        return replace(self._output(live, text, delta), finish_reason=reason, error=error)
+
+    def _output(self, live: Live, text: Detokenizer, delta: str) -> RequestOutput:
+        token_ids = tuple(live.token_ids[live.num_prompt :])
+        return RequestOutput(live.request_id, text.text, delta, token_ids, live.num_prompt)

@@ -1,0 +1,217 @@
+"""Adapters in the engine: names, loading, residency, removal."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from peftkit.errors import AdapterError, BaseMismatchError, InputError
+from peftkit_serve import Engine, Request, SamplingParams
+from peftkit_serve.adapters.store import NameTaken
+
+MakeEngine = Callable[..., Engine]
+Folder = Callable[..., Path]
+
+
+def answer(engine: Engine, adapter: str | None, prompt: tuple[int, ...] = (5, 6, 7)) -> tuple[int, ...]:
+    sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    (output,) = engine.generate([Request(list(prompt), adapter, sampling)])
+    assert output.finish_reason == "length", output.error
+    return output.token_ids
+
+
+def test_an_added_adapter_is_ready_and_described(
+    make_engine: MakeEngine, lora_folder: Folder, prompt_folder: Folder, seed: int
+) -> None:
+    engine = make_engine()
+    lora = engine.adapters.add("a", lora_folder(seed, r=4, rank_pattern={"q_proj": 9}))
+    prompt = engine.adapters.add("p", prompt_folder(seed, 20))
+    assert (lora.state, lora.config.kind, lora.rank, lora.num_virtual) == ("ready", "lora", 9, 0)
+    assert (prompt.state, prompt.config.kind, prompt.rank, prompt.num_virtual) == ("ready", "prompt", 0, 20)
+    assert lora.record["uid"] == lora.uid == engine.adapters.uid("a")
+    assert not lora.resident and lora.nbytes > 0 and prompt.nbytes == 20 * 32 * 4
+    answer(engine, "a")
+    assert engine.adapters.get("a").resident and engine.adapters.get("a").references == 0
+    assert engine.adapters.names() == ["a", "p"]
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../a", "a b", "ä", "a" * 129, "a\n", "a@1", "base:a"])
+def test_a_malformed_name_is_refused(make_engine: MakeEngine, lora_folder: Folder, seed: int, name: str) -> None:
+    engine = make_engine()
+    with pytest.raises(InputError, match="1 to 128") as caught:
+        engine.adapters.add(name, lora_folder(seed))
+    assert caught.value.field == "name" and engine.adapters.names() == []
+
+
+def test_a_name_in_use_is_refused_and_keeps_its_adapter(
+    make_engine: MakeEngine, lora_folder: Folder, seed: int
+) -> None:
+    engine = make_engine()
+    uid = engine.adapters.add("a", lora_folder(seed)).uid
+    with pytest.raises(NameTaken, match="'a'") as caught:
+        engine.adapters.add("a", lora_folder(seed + 1))
+    assert caught.value.field == "name" and engine.adapters.uid("a") == uid
+
+
+def test_an_unknown_name_is_an_error_with_the_nearest_one(
+    make_engine: MakeEngine, lora_folder: Folder, seed: int
+) -> None:
+    engine = make_engine()
+    engine.adapters.add("sentiment", lora_folder(seed))
+    for action, field in ((engine.adapters.get, "model"), (engine.adapters.remove, "name")):
+        with pytest.raises(InputError, match="did you mean 'sentiment'") as caught:
+            action("sentimnt")
+        assert caught.value.field == field
+
+
+def damage(folder: Path, **tensors: torch.Tensor) -> Path:
+    """Overwrites tensors by the end of their key and forgets the record that would tell."""
+    file = folder / "adapter_model.safetensors"
+    content = safetensors.torch.load_file(file)
+    for end, tensor in tensors.items():
+        content[next(key for key in content if key.endswith(end))] = tensor
+    safetensors.torch.save_file(content, file)
+    (folder / "peftkit.json").unlink()
+    return folder
+
+
+def test_a_folder_that_cannot_be_served_registers_nothing_and_frees_its_name(
+    make_engine: MakeEngine, lora_folder: Folder, prompt_folder: Folder, seed: int, tmp_path: Path
+) -> None:
+    engine = make_engine()
+    bad = [
+        (tmp_path / "missing", "missing"),
+        (damage(lora_folder(seed), **{"q_proj.lora_A.weight": torch.full((4, 32), torch.nan)}), "finite"),
+        (damage(lora_folder(seed + 1), **{"q_proj.lora_B.weight": torch.zeros(7, 4)}), "shape"),
+        (damage(prompt_folder(seed, 4), prompt_embeddings=torch.zeros(4, 31)), "shape"),
+        (prompt_folder(seed + 1, 159), "virtual tokens"),
+    ]
+    for folder, words in bad:
+        with pytest.raises(AdapterError, match=words):
+            engine.adapters.add("a", folder)
+        assert engine.adapters.names() == [] and engine.stats()["adapters"] == 0
+    engine.adapters.add("a", lora_folder(seed + 2))
+    answer(engine, "a")
+
+
+def test_an_adapter_of_another_base_is_refused(make_engine: MakeEngine, lora_folder: Folder, seed: int) -> None:
+    folder = lora_folder(seed)
+    record = folder / "peftkit.json"
+    text = record.read_text().replace("{", '{"base": {"fingerprint": {"architecture": "gpt2"}, "id": "other"},', 1)
+    record.write_text(text)
+    with pytest.raises(BaseMismatchError, match="other"):
+        make_engine().adapters.add("a", folder)
+
+
+def test_a_lora_that_adapter_memory_can_never_hold_is_refused_with_numbers(
+    make_engine: MakeEngine, lora_folder: Folder, seed: int
+) -> None:
+    engine = make_engine(max_adapters=1)
+    limit = engine._runner.memory.capacity_bytes
+    r = 1 + limit // (engine.adapters.add("small", lora_folder(seed, r=1)).nbytes or 1)
+    engine.adapters.remove("small")
+    with pytest.raises(AdapterError, match=str(limit)):
+        engine.adapters.add("a", lora_folder(seed, r=r))
+
+
+def test_a_name_that_comes_back_with_other_content_answers_with_it(
+    make_engine: MakeEngine, lora_folder: Folder, prompt_folder: Folder, seed: int
+) -> None:
+    engine = make_engine()
+    answers = []
+    for version, folder in enumerate((lora_folder(seed), lora_folder(seed + 1), prompt_folder(seed)), start=1):
+        assert engine.adapters.add("x", folder).version == version
+        answers.append(answer(engine, "x"))
+        assert engine.adapters.remove("x").state == "gone"
+    assert len(set(answers)) == 3
+
+
+def test_one_content_under_two_names_is_held_once_and_freed_with_the_last(
+    make_engine: MakeEngine, lora_folder: Folder, seed: int
+) -> None:
+    engine, folder = make_engine(), lora_folder(seed)
+    first, second = engine.adapters.add("a", folder), engine.adapters.add("b", folder)
+    assert first.uid == second.uid and engine.adapters.find("a") is engine.adapters.find("b")
+    assert answer(engine, "a") == answer(engine, "b")
+    assert engine.stats()["adapters_resident"] == 1
+    engine.adapters.remove("a")
+    assert engine.adapters.get("b").resident
+    engine.adapters.remove("b")
+    assert engine.stats()["adapter_bytes"] == 0
+
+
+def test_removal_takes_the_name_at_once_and_lets_running_requests_finish(
+    make_engine: MakeEngine, lora_folder: Folder, prompt_folder: Folder, seed: int
+) -> None:
+    engine = make_engine()
+    for name, folder in (("lora", lora_folder(seed)), ("prompt", prompt_folder(seed))):
+        uid = engine.adapters.add(name, folder).uid
+        expected = answer(engine, name)
+        sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+        requests = [Request([5, 6, 7], name, sampling) for _ in range(2)]
+        engine.add_request(requests[0])
+        engine.step()
+        engine.add_request(requests[1])  # still waiting when the name goes
+        entry = engine.adapters.remove(name)
+        assert entry.state == "draining" and entry.references == 2 and engine.adapters.is_draining(uid)
+        with pytest.raises(InputError):
+            engine.add_request(Request([1], name))
+        last = {}
+        while engine.has_work():
+            last |= {output.request_id: output.token_ids for output in engine.step()}
+        assert [last[request.request_id] for request in requests] == [expected] * 2
+        assert not engine.adapters.is_draining(uid)
+        stats = engine.stats()
+        assert stats["adapter_bytes"] == stats["pages_used"] == stats["adapters_resident"] == 0
+
+
+def test_the_least_recently_used_adapter_leaves_its_slot_first(
+    make_engine: MakeEngine, lora_folder: Folder, seed: int
+) -> None:
+    engine = make_engine(max_adapters=2)
+    for index, name in enumerate("abc"):
+        engine.adapters.add(name, lora_folder(seed + index))
+    for name in ("a", "b", "a", "c"):
+        answer(engine, name)
+    assert [engine.adapters.get(name).resident for name in "abc"] == [True, False, True]
+
+
+def test_a_slot_with_running_requests_is_never_given_away(
+    make_engine: MakeEngine, lora_folder: Folder, seed: int
+) -> None:
+    engine = make_engine(max_adapters=2)
+    for index in range(4):
+        engine.adapters.add(str(index), lora_folder(seed + index))
+    alone = [answer(engine, str(index)) for index in range(4)]
+    sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    requests = [Request([5, 6, 7], str(index % 4), sampling) for index in range(12)]
+    last = {}
+    for request in requests:
+        engine.add_request(request)
+        last |= {output.request_id: output.token_ids for output in engine.step()}
+        engine.check_integrity()
+    while engine.has_work():
+        last |= {output.request_id: output.token_ids for output in engine.step()}
+    assert [last[request.request_id] for request in requests] == [alone[index % 4] for index in range(12)]
+
+
+def test_a_folder_is_read_on_the_loaders_thread(
+    make_engine: MakeEngine, lora_folder: Folder, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import peftkit_serve.adapters.loader as loader
+
+    threads: list[str] = []
+    read = loader.read_adapter
+
+    def watched(*args: object, **kwargs: object) -> object:
+        threads.append(threading.current_thread().name)
+        return read(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loader, "read_adapter", watched)
+    engine = make_engine()
+    engine.adapters.add("a", lora_folder(seed))
+    answer(engine, "a")
+    assert len(threads) == 1 and threads[0].startswith("peftkit-adapter-loader")
