@@ -1,0 +1,213 @@
+"""A base's weights, straight from its safetensors: fused for the decoder, in NF4 if asked for, packed for the device.
+
+The query, key and value projections become one matrix, and so do gate and up, so that a layer has four products.
+"""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from peftkit.base import Quant
+from peftkit.base.folder import weight_files
+from peftkit.errors import BaseModelError, did_you_mean
+from peftkit_kernels import nf4_dequantize, pack_linear
+from peftkit_serve.models.spec import PROJECTIONS, ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer. The matrices are as `pack_linear` returns them; a bias is None where the family has none."""
+
+    input_norm_H: Tensor
+    post_norm_H: Tensor
+    qkv_OI: Tensor
+    o_OI: Tensor
+    gate_up_OI: Tensor
+    down_OI: Tensor
+    qkv_bias_O: Tensor | None
+    o_bias_O: Tensor | None
+    gate_up_bias_O: Tensor | None
+    down_bias_O: Tensor | None
+    q_norm_D: Tensor | None
+    k_norm_D: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Nf4Weight:
+    """A linear layer's weight as bitsandbytes quantises it; see `peftkit_kernels.nf4_dequantize`."""
+
+    code_X: Tensor
+    absmax_B: Tensor
+    absmax_code: Tensor
+    absmax_scale: Tensor
+    absmax_offset: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return sum(_nbytes(getattr(self, field.name)) for field in fields(self))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """All weights of a base on one device, in one compute dtype."""
+
+    embedding_VH: Tensor
+    layers: tuple[LayerWeights, ...]
+    norm_H: Tensor
+    head_VH: Tensor
+    """As `pack_linear` returns it."""
+    nf4: Mapping[str, Nf4Weight]
+    """Path of each linear layer → its quantised weight; empty for quant "none". The layers hold the same weights
+    dequantised, so that a step never has to."""
+
+    @property
+    def nf4_bytes(self) -> int:
+        """Bytes of quantised weights."""
+        return sum(weight.nbytes for weight in self.nf4.values())
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of dequantised copies of quantised weights; 0 for quant "none"."""
+        matrices = ("qkv_OI", "o_OI", "gate_up_OI", "down_OI")
+        return sum(_nbytes(getattr(layer, name)) for layer in self.layers for name in matrices) if self.nf4 else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything that is held."""
+        tensors = {id(t): t for t in (self.embedding_VH, self.norm_H, self.head_VH)}
+        for layer in self.layers:
+            tensors |= {id(t): t for field in fields(layer) if (t := getattr(layer, field.name)) is not None}
+        return self.nf4_bytes + sum(_nbytes(tensor) for tensor in tensors.values())
+
+
+def load_weights(
+    path: Path, spec: ModelSpec, *, quant: Quant = "none", dtype: torch.dtype, device: torch.device
+) -> ModelWeights:
+    """Reads the weights of the base in a HF folder.
+
+    quant: "nf4" quantises every linear layer but the output embedding, as bitsandbytes does for a model loaded in
+    `dtype`. dtype: compute dtype. Raises BaseModelError that names a tensor which is missing, of the wrong shape, or
+    belongs to no layer.
+    """
+    nf4: dict[str, Nf4Weight] = {}
+    with _Reader(path, dtype, device) as reader:
+        embedding_VH = reader.take("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+        layers = tuple(_layer(reader, spec, index, quant, nf4) for index in range(spec.num_layers))
+        norm_H = reader.take("model.norm.weight", spec.hidden_size)
+        head_VH = _head(reader, spec, embedding_VH)
+        reader.check_all_taken()
+    return ModelWeights(embedding_VH, layers, norm_H, pack_linear(head_VH), nf4)
+
+
+class _Reader:
+    """The tensors of a folder by name; knows which were taken."""
+
+    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self._path, self._dtype, self._device = path, dtype, device
+        self._files = ExitStack()
+        self._file_of: dict[str, Any] = {}
+        self._taken: set[str] = set()
+
+    def __enter__(self) -> Self:
+        for file in weight_files(self._path):
+            opened = self._files.enter_context(safe_open(file, framework="pt"))
+            self._file_of |= dict.fromkeys(opened.keys(), opened)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._files.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """A tensor of the given shape, copied to the reader's device and dtype."""
+        if name not in self._file_of:
+            raise BaseModelError(f"{self._path}: tensor {name} is missing{did_you_mean(name, self._file_of)}")
+        self._taken.add(name)
+        tensor: Tensor = self._file_of[name].get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise BaseModelError(
+                f"{self._path}: tensor {name} has shape {list(tensor.shape)}, config.json makes it {list(shape)}"
+            )
+        return tensor.to(self._device, self._dtype, copy=True)
+
+    def check_all_taken(self) -> None:
+        # older checkpoints carry RoPE's frequencies, which config.json fixes
+        left = sorted(name for name in set(self._file_of) - self._taken if not name.endswith("rotary_emb.inv_freq"))
+        if left:
+            raise BaseModelError(f"{self._path}: {len(left)} tensors belong to no layer, the first is {left[0]}")
+
+
+def _layer(reader: _Reader, spec: ModelSpec, index: int, quant: Quant, nf4: dict[str, Nf4Weight]) -> LayerWeights:
+    prefix = f"model.layers.{index}"
+    shapes: dict[str, tuple[int, int]] = dict(zip(PROJECTIONS, spec.projection_shapes, strict=True))
+
+    def matrix(*projections: str) -> Tensor:
+        parts: list[Tensor] = []
+        for projection in projections:
+            path, shape = f"{prefix}.{projection}", shapes[projection]
+            part = reader.take(f"{path}.weight", *shape)
+            if quant == "nf4":
+                nf4[path] = _quantize(part)
+                part = _dequantize(nf4[path], shape, part.dtype)
+            parts.append(part)
+        return pack_linear(parts[0] if len(parts) == 1 else torch.cat(parts))
+
+    def bias(present: bool, *projections: str) -> Tensor | None:
+        if not present:
+            return None
+        return torch.cat([reader.take(f"{prefix}.{name}.bias", shapes[name][0]) for name in projections])
+
+    def head_norm(name: str) -> Tensor | None:
+        return reader.take(f"{prefix}.self_attn.{name}.weight", spec.head_dim) if spec.qk_norm else None
+
+    q, k, v, o, gate, up, down = PROJECTIONS
+    return LayerWeights(
+        input_norm_H=reader.take(f"{prefix}.input_layernorm.weight", spec.hidden_size),
+        post_norm_H=reader.take(f"{prefix}.post_attention_layernorm.weight", spec.hidden_size),
+        qkv_OI=matrix(q, k, v),
+        o_OI=matrix(o),
+        gate_up_OI=matrix(gate, up),
+        down_OI=matrix(down),
+        qkv_bias_O=bias(spec.qkv_bias, q, k, v),
+        o_bias_O=bias(spec.o_bias, o),
+        gate_up_bias_O=bias(spec.mlp_bias, gate, up),
+        down_bias_O=bias(spec.mlp_bias, down),
+        q_norm_D=head_norm("q_norm"),
+        k_norm_D=head_norm("k_norm"),
+    )
+
+
+def _head(reader: _Reader, spec: ModelSpec, embedding_VH: Tensor) -> Tensor:
+    """The output embedding: the file's own where it has one, else the tied input embedding."""
+    if spec.tied_embeddings and "lm_head.weight" not in reader:
+        return embedding_VH
+    head_VH = reader.take("lm_head.weight", spec.vocab_size, spec.hidden_size)
+    return embedding_VH if torch.equal(head_VH, embedding_VH) else head_VH
+
+
+def _quantize(weight_OI: Tensor) -> Nf4Weight:
+    from bitsandbytes.functional import quantize_4bit  # slow to import, and only NF4 bases need it
+
+    codes, state = quantize_4bit(weight_OI, blocksize=64, compress_statistics=True, quant_type="nf4")
+    nested, offset = state.state2, state.offset
+    assert nested is not None and offset is not None, "double quantisation was asked for"
+    return Nf4Weight(codes.flatten(), state.absmax, nested.code, nested.absmax, offset)
+
+
+def _dequantize(weight: Nf4Weight, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    tables = (weight.absmax_code, weight.absmax_scale, weight.absmax_offset)
+    return nf4_dequantize(weight.code_X, weight.absmax_B, *tables, shape, dtype)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.dtype.itemsize
