@@ -1,0 +1,44 @@
+"""Merging: an adapter put into its base's weights, with proof that the result computes the same.
+
+The package is callable, because `peftkit.merge(model, ["runs/a"])` and `peftkit.merge` the package share one name.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from transformers import PreTrainedModel
+
+from peftkit.merge.equivalence import Equivalence
+from peftkit.merge.export import (
+    MergeReport,
+    Mode,
+    export_peft,
+    merge_to_folder,
+    named_base,
+    transformers_name,
+)
+from peftkit.merge.model import merge
+
+__all__ = [
+    "merge",
+    "merge_to_folder",
+    "MergeReport",
+    "Mode",
+    "Equivalence",
+    "export_peft",
+    "named_base",
+    "transformers_name",
+]
+
+
+class _Callable(ModuleType):
+    def __call__(
+        self, model: PreTrainedModel, adapters: Sequence[str | Path], *, dtype: str | torch.dtype = "auto"
+    ) -> PreTrainedModel:
+        return merge(model, adapters, dtype=dtype)
+
+
+sys.modules[__name__].__class__ = _Callable
