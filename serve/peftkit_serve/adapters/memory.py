@@ -172,14 +172,13 @@ class LoraMemory:
             self._resident[slot] = packed
             self._write_tables(slot)
         except BaseException:
-            self.free(slot)
+            self._forget(slot)
             raise
 
     def free(self, slot: int) -> None:
         """Forgets a slot's adapter."""
-        self._resident.pop(slot, None)
-        self._extents = [extent for extent in self._extents if extent[2] != slot]
-        self._all.rank_PS[:, :, slot] = 0
+        assert slot in self._resident, f"slot {slot} is free already"
+        self._forget(slot)
 
     def check_integrity(self) -> None:
         """Asserts that extents lie apart inside the buffer, and that they and the tables are the resident adapters'."""
@@ -197,6 +196,11 @@ class LoraMemory:
         for slot, packed in self._resident.items():
             ranks[:, :, slot] = torch.tensor([layer.rank for layer in packed.layers])
         assert torch.equal(ranks, self._all.rank_PS.cpu()), "the rank table differs from the resident adapters"
+
+    def _forget(self, slot: int) -> None:
+        self._resident.pop(slot, None)
+        self._extents = [extent for extent in self._extents if extent[2] != slot]
+        self._all.rank_PS[:, :, slot] = 0
 
     def _weights_at(self, start: int, num_elements: int) -> Tensor:
         return self.weights[start * self._unit :][:num_elements]

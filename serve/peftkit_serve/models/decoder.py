@@ -1,0 +1,152 @@
+"""One paged decoder for the Llama, Mistral, Qwen2 and Qwen3 families.
+
+A layer, for the packed rows of a step (x: its input, shared by all requests; pages: each request's own):
+
+    h = norm(x);   q k v = h @ W_qkv;   rotate q and k, write k and v into the pages
+    x = x + attention(q, pages) @ W_o
+    h = norm(x);   gate up = h @ W_gate_up
+    x = x + (activation(gate) · up) @ W_down
+
+and each of the four products takes its rows' LoRA updates on top, whatever adapters the rows have.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from peftkit_kernels import (
+    embedding,
+    gelu_tanh_and_mul,
+    grouped_lora,
+    linear,
+    paged_attention,
+    rms_norm,
+    rope_write_kv,
+    silu_and_mul,
+)
+from peftkit_serve.adapters.memory import LoraMemory, LoraTables
+from peftkit_serve.batch import Batch
+from peftkit_serve.models.spec import ModelSpec
+from peftkit_serve.models.weights import LayerWeights, ModelWeights
+
+
+class Decoder:
+    """The forward pass. Holds weights and rotary tables; pages and adapters come with each call."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: ModelWeights, memory: LoraMemory, *, max_position: int, deterministic: bool
+    ) -> None:
+        """
+        max_position: positions that the rotary tables cover; no chunk goes beyond.
+        deterministic: a row's result doesn't depend on the rows beside it.
+        """
+        self._spec, self._weights, self._memory = spec, weights, memory
+        self._deterministic = deterministic
+        self._gate = silu_and_mul if spec.activation == "silu" else gelu_tanh_and_mul
+        q, k, v, o, gate, up, down = (shape[0] for shape in spec.projection_shapes)
+        self._qkv, self._o, self._gate_up, self._down = (q, k, v), (o,), (gate, up), (down,)
+        self._cos_XE, self._sin_XE = _rotary_tables(spec, max_position, weights.embedding_VH)
+
+    def forward(self, batch: Batch, kv: Sequence[Tensor], inputs_TH: Tensor | None = None) -> Tensor:
+        """Computes a step and writes its keys and values into the pages.
+
+        kv: each layer's kv_PZ2KD. inputs_TH: input embeddings instead of those of `batch.token_T`. Returns the
+        normalised hidden rows (X, H) of `batch.sample_row_X`, for `logits`.
+        """
+        eps = self._spec.norm_eps
+        cos_TE, sin_TE = (table.index_select(0, batch.position_T) for table in (self._cos_XE, self._sin_XE))
+        x_TH = embedding(batch.token_T, self._weights.embedding_VH) if inputs_TH is None else inputs_TH
+        residual_TH: Tensor | None = None
+        for index, layer in enumerate(self._weights.layers):
+            adapted = None if batch.segments is None else self._memory.grouped_tables(index)
+            h_TH, residual_TH = rms_norm(x_TH, layer.input_norm_H, eps, residual_TH)
+            x_TH = self._attention(batch, index, layer, h_TH, cos_TE, sin_TE, kv[index], adapted)
+            h_TH, residual_TH = rms_norm(x_TH, layer.post_norm_H, eps, residual_TH)
+            x_TH = self._mlp(batch, layer, h_TH, adapted)
+        assert residual_TH is not None, "a decoder has layers"
+        rows = batch.sample_row_X
+        return rms_norm(x_TH[rows], self._weights.norm_H, eps, residual_TH[rows])[0]
+
+    def logits(self, hidden_XH: Tensor) -> Tensor:
+        """Logits (X, V) of rows that `forward` returned."""
+        return linear(hidden_XH, self._weights.head_VH, deterministic=self._deterministic)
+
+    def _attention(
+        self,
+        batch: Batch,
+        index: int,
+        layer: LayerWeights,
+        h_TH: Tensor,
+        cos_TE: Tensor,
+        sin_TE: Tensor,
+        kv_PZ2KD: Tensor,
+        adapted: list[LoraTables] | None,
+    ) -> Tensor:
+        spec = self._spec
+        tables_qkv, tables_o = (None, None) if adapted is None else adapted[:2]
+        qkv_TO = self._linear(batch, h_TH, layer.qkv_OI, layer.qkv_bias_O, tables_qkv, self._qkv)
+        qkv_TCD = qkv_TO.view(h_TH.shape[0], -1, spec.head_dim)
+        if layer.q_norm_D is not None and layer.k_norm_D is not None:
+            for heads, weight_D in (
+                (qkv_TCD[:, : spec.num_heads], layer.q_norm_D),
+                (qkv_TCD[:, spec.num_heads : -spec.num_kv_heads], layer.k_norm_D),
+            ):
+                heads.copy_(rms_norm(heads, weight_D, spec.norm_eps)[0])
+        q_TQD = rope_write_kv(qkv_TCD, cos_TE, sin_TE, batch.cell_T, kv_PZ2KD)
+        y_TQD = paged_attention(
+            q_TQD,
+            kv_PZ2KD,
+            batch.page_NM,
+            batch.cu_seqlens_N1,
+            batch.context_N,
+            batch.num_virtual_N,
+            scale=spec.head_dim**-0.5,
+            window=spec.windows[index],
+            deterministic=self._deterministic,
+        )
+        return self._linear(batch, y_TQD.flatten(1), layer.o_OI, layer.o_bias_O, tables_o, self._o)
+
+    def _mlp(self, batch: Batch, layer: LayerWeights, h_TH: Tensor, adapted: list[LoraTables] | None) -> Tensor:
+        tables_gate_up, tables_down = (None, None) if adapted is None else adapted[2:]
+        wide_TO = self._linear(batch, h_TH, layer.gate_up_OI, layer.gate_up_bias_O, tables_gate_up, self._gate_up)
+        gated = self._gate(wide_TO, deterministic=self._deterministic)
+        return self._linear(batch, gated, layer.down_OI, layer.down_bias_O, tables_down, self._down)
+
+    def _linear(
+        self,
+        batch: Batch,
+        x_TI: Tensor,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        tables: LoraTables | None,
+        out_features: tuple[int, ...],
+    ) -> Tensor:
+        """A frozen product, and on top the updates of the adapted rows where `tables` is given."""
+        y_TO = linear(x_TI, weight_OI, bias_O, deterministic=self._deterministic)
+        if tables is None or batch.segments is None:
+            return y_TO
+        rows = batch.segments
+        return grouped_lora(
+            y_TO,
+            x_TI,
+            self._memory.weights,
+            rows.row_X,
+            rows.start_G1,
+            rows.slot_G,
+            *tables,
+            out_features,
+            deterministic=self._deterministic,
+        )
+
+
+def _rotary_tables(spec: ModelSpec, max_position: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of position × frequency, each (max_position, D / 2), in `like`'s dtype and on its device.
+
+    The angle is rounded to float32 as transformers has it; its cosine is taken in float64, where the size of the table
+    can't change a bit of the result.
+    """
+    angle = torch.arange(max_position, dtype=torch.float32)[:, None] * torch.tensor(spec.inv_freq, dtype=torch.float32)
+    tables = (angle.double().cos(), angle.double().sin())
+    cos, sin = ((table.float() * spec.rope_magnitude).to(like.device, like.dtype) for table in tables)
+    return cos, sin

@@ -1,0 +1,150 @@
+"""A step's plan → tensors → logits → tokens, on one device; owns the weights, the KV pages and the adapter memory."""
+
+from collections.abc import Sequence
+
+import psutil
+import torch
+from torch import Tensor
+
+from peftkit.base import BaseInfo, Quant, auto_device, auto_dtype
+from peftkit.errors import InputError, RunError
+from peftkit_kernels import copy_pages
+from peftkit_serve.adapters.memory import UNIT_BYTES, LoraMemory
+from peftkit_serve.batch import build_batch
+from peftkit_serve.models.decoder import Decoder
+from peftkit_serve.models.spec import ModelSpec, read_spec
+from peftkit_serve.models.weights import load_weights
+from peftkit_serve.pages import PAGE_TOKENS, pages_for
+from peftkit_serve.plan import Chunk, StepPlan, StepResult
+from peftkit_serve.sampler import draw
+
+_ROOMY_RANK = 64  # by default adapter memory holds all slots at this rank on every linear layer
+
+
+class Runner:
+    """Computes the steps that a scheduler plans. Used on the thread that steps."""
+
+    def __init__(
+        self,
+        base: BaseInfo,
+        *,
+        quant: Quant = "none",
+        device: str = "auto",
+        max_tokens_per_step: int = 512,
+        max_requests: int = 64,
+        num_slots: int = 16,
+        num_pages: int | None = None,
+        adapter_bytes: int | None = None,
+        deterministic: bool = False,
+    ) -> None:
+        """
+        num_slots: LoRA adapters on the device at a time.
+        num_pages: KV memory in pages; None takes what the device's memory leaves, and no more than `max_requests`
+            sequences of full length can use.
+        adapter_bytes: LoRA memory; None takes room for all slots at rank 64, at most a quarter of what is free.
+        deterministic: a request's tokens don't depend on what else is in its steps.
+
+        Raises BaseModelError for a base that can't be served, InputError for a bad number, RunError when the device
+        has too little memory.
+        """
+        where = auto_device(device)
+        dtype = auto_dtype("auto", where)
+        self.spec: ModelSpec = read_spec(base.path)
+        weights = load_weights(base.path, self.spec, quant=quant, dtype=dtype, device=where)
+        self.weight_bytes = weights.nbytes
+        """Bytes of all weights held, NF4 codes and their dequantised copies both."""
+        free = _free_bytes(where)
+        if adapter_bytes is None:
+            adapter_bytes = min(num_slots * _roomy_adapter_bytes(self.spec, dtype), free // 4)
+        if num_pages is None:
+            budget = free - adapter_bytes - _working_bytes(self.spec, dtype, max_tokens_per_step, max_requests)
+            useful = max_requests * pages_for(self.spec.max_position)
+            num_pages = min(default_num_pages(self.spec, budget, dtype), useful)
+        elif num_pages < 1:
+            raise InputError(f"num_pages is {num_pages}: it must be at least 1", field="num_pages")
+        self.num_pages = num_pages
+        self._kv = _allocate_kv(self.spec, num_pages, dtype, where)
+        self.memory = LoraMemory(self.spec, num_slots=num_slots, budget_bytes=adapter_bytes, dtype=dtype, device=where)
+        self._device = where
+        self._decoder = Decoder(
+            self.spec,
+            weights,
+            self.memory,
+            max_position=min(self.spec.max_position, num_pages * PAGE_TOKENS),
+            deterministic=deterministic,
+        )
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all KV pages."""
+        return sum(kv.nbytes for kv in self._kv)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Copies the plan's pages, computes its chunks and draws their tokens.
+
+        A token of -1 says that the request's logits are not finite, so that nothing can be drawn.
+        """
+        if plan.copies:
+            source_X, destination_X = torch.tensor(plan.copies, device=self._device).unbind(1)
+            for kv in self._kv:
+                copy_pages(kv, source_X, destination_X)
+        hidden_XH = self._forward(plan.chunks)
+        drawing = [(chunk.request_id, chunk.sample) for chunk in plan.chunks if chunk.sample is not None]
+        if not drawing:
+            return StepResult({})
+        tokens = draw(self._decoder.logits(hidden_XH), [sample for _, sample in drawing])
+        return StepResult(dict(zip([request_id for request_id, _ in drawing], tokens, strict=True)))
+
+    @torch.inference_mode()
+    def compute_prefix(self, embeddings_VH: Tensor, block_table: Sequence[int]) -> None:
+        """Writes the keys and values of V virtual tokens, positions 0 to V - 1, into the pages of a block table."""
+        num_virtual = embeddings_VH.shape[0]
+        chunk = Chunk("", (0,) * num_virtual, 0, tuple(block_table), -1, num_virtual, None)
+        self._forward([chunk], embeddings_VH)
+
+    def _forward(self, chunks: Sequence[Chunk], embeddings_TH: Tensor | None = None) -> Tensor:
+        batch = build_batch(chunks, page_tokens=PAGE_TOKENS, device=self._device)
+        if embeddings_TH is not None:
+            embeddings_TH = embeddings_TH.to(self._device, self.memory.weights.dtype)
+        return self._decoder.forward(batch, self._kv, embeddings_TH)
+
+
+def default_num_pages(spec: ModelSpec, budget_bytes: int, dtype: torch.dtype) -> int:
+    """KV pages that fit into a byte budget. Raises RunError when not one does."""
+    page_bytes = PAGE_TOKENS * spec.kv_bytes_per_token(dtype)
+    if budget_bytes < page_bytes:
+        raise RunError(
+            f"no memory is left for keys and values: a page takes {page_bytes} bytes, {max(0, budget_bytes)} are free"
+        )
+    return budget_bytes // page_bytes
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Bytes that may be taken on a device; a part is left to the system, and on a CPU to other programs."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * 0.9)
+    return psutil.virtual_memory().available // 2
+
+
+def _working_bytes(spec: ModelSpec, dtype: torch.dtype, max_tokens: int, max_requests: int) -> int:
+    """Upper estimate of a step's activations and logits."""
+    widest = 3 * spec.intermediate_size + 4 * spec.hidden_size + 4 * spec.num_heads * spec.head_dim
+    return max_tokens * widest * dtype.itemsize + max_requests * spec.vocab_size * 16
+
+
+def _roomy_adapter_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    layer = _ROOMY_RANK * dtype.itemsize * sum(out + inside for out, inside in spec.projection_shapes)
+    return spec.num_layers * -(-layer // UNIT_BYTES) * UNIT_BYTES
+
+
+def _allocate_kv(spec: ModelSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """One kv_PZ2KD a layer, not initialised: a position is written before it is read."""
+    shape = (num_pages, PAGE_TOKENS, 2, spec.num_kv_heads, spec.head_dim)
+    try:
+        return [torch.empty(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+    except RuntimeError as error:  # torch's out-of-memory error on every device
+        num_bytes = num_pages * PAGE_TOKENS * spec.kv_bytes_per_token(dtype)
+        raise RunError(
+            f"{num_pages} KV pages take {num_bytes} bytes, too many for {device}: lower num_pages"
+        ) from error
