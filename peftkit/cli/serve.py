@@ -1,60 +1,107 @@
-"""`peftkit serve`: one base and many adapters over HTTP."""
+"""`peftkit serve`: one base and its adapters over HTTP, until SIGTERM or Ctrl-C."""
 
-import errno
-import ipaddress
 import json
 import logging
 import re
-import socket
-import time
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-import uvicorn
 
 from peftkit import resources
 from peftkit.cli import output
-from peftkit.errors import AdapterError, InputError, RunError
+from peftkit.errors import InputError
 
 if TYPE_CHECKING:
-    from peftkit_serve.async_engine import AsyncEngine
-    from peftkit_serve.engine import Engine
+    from peftkit.base import BaseInfo
+    from peftkit_serve import Engine
 
 logger = logging.getLogger(__name__)
-
-DRAIN_TIMEOUT_S = 30.0
-"""How long running requests may go on after the first SIGTERM or Ctrl-C."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 def command(
-    base: Annotated[str, typer.Option(help="Base model: the embedded default's name, a folder, a .gguf file, a hub id.")],
+    base: Annotated[str, typer.Option(help="Base model: the embedded default, a folder, a .gguf file or a hub id.")],
     adapter: Annotated[
         list[str] | None, typer.Option(metavar="NAME=PATH", help="An adapter to serve; repeat it for more.")
     ] = None,
     adapters: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Serve the adapter in each sub-folder, by the folder's name.")
+        Path | None, typer.Option(metavar="DIR", help="Serve the adapter in each sub-folder under the folder's name.")
     ] = None,
     quant: Annotated[Literal["nf4", "none"], typer.Option(help="How the base's weights are held.")] = "none",
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="A request's tokens don't depend on what else is in its batch.")
+        bool, typer.Option("--deterministic", help="Make a request's tokens independent of the rest of its batch.")
     ] = False,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000,
     no_auth: Annotated[
-        bool, typer.Option("--no-auth", help="Let everyone in who reaches an address that is not loopback.")
+        bool, typer.Option("--no-auth", help="Answer everyone who reaches an address that is not loopback.")
     ] = False,
 ) -> None:
     """Serve one base and its adapters with the OpenAI API. Prints one line when it is ready to answer."""
     named = [_named(spec) for spec in adapter or []]
-    listener = bind(host, port, no_auth=no_auth)
-    with listener:
-        from peftkit_serve.async_engine import AsyncEngine
-        from peftkit_serve.engine import Engine
-        from peftkit_serve.http import create_app
+    folders = [] if adapters is None else _adapter_folders(adapters)
 
+    from peftkit_serve import AsyncEngine, Engine
+    from peftkit_serve.http import bind, create_app, serve, url_of
+
+    with bind(host, port, any_client=no_auth) as listener:
         engine = Engine(base, quant=quant, deterministic=deterministic)
-        ...
+        served_name = name_of(engine.base)
+        _add_named(engine, served_name, named)
+        _add_found(engine, served_name, folders)
+        app = create_app(AsyncEngine(engine), served_name=served_name)
+        models, url = [served_name, *sorted(engine.adapters.names())], url_of(listener)
+        line = f"peftkit serves {', '.join(models)} at {url} (Ctrl-C stops it)"
+        serve(app, listener, lambda: output.emit({"url": url, "models": models}, line))
+
+
+def name_of(base: "BaseInfo") -> str:
+    """What `model` calls a base: its embedded name or hub id, else its folder's or file's own name."""
+    path = Path(base.name)
+    if not path.is_absolute():
+        return base.name
+    return path.stem if path.suffix.lower() == ".gguf" else path.name
+
+
+def _named(spec: str) -> tuple[str, Path]:
+    """NAME=PATH, taken apart."""
+    name, _, path = spec.partition("=")
+    if not path or not _NAME.fullmatch(name):
+        raise InputError(
+            f"--adapter {spec}: must be NAME=PATH, the name of letters, digits, '.', '_' and '-'", field="adapter"
+        )
+    return name, resources.find(path)
+
+
+def _adapter_folders(parent: Path) -> list[Path]:
+    """The sub-folders that hold an adapter."""
+    found = resources.find(parent)
+    if not found.is_dir():
+        raise InputError(f"--adapters {parent}: no such folder", field="adapters")
+    return [child for child in sorted(found.iterdir()) if (child / "adapter_config.json").is_file()]
+
+
+def _add_named(engine: "Engine", served_name: str, adapters: list[tuple[str, Path]]) -> None:
+    """Adds the adapters that were named; a bad one ends the command."""
+    for name, path in adapters:
+        try:
+            _add(engine, served_name, name, path)
+        except InputError as error:
+            raise InputError(f"--adapter {name}={path}: {error}", field="adapter") from error
+
+
+def _add_found(engine: "Engine", served_name: str, folders: list[Path]) -> None:
+    """Adds the adapters that were found; a bad one is refused in the log, by name."""
+    for folder in folders:
+        try:
+            _add(engine, served_name, folder.name, folder)
+        except InputError as error:
+            logger.warning(json.dumps({"adapter_refused": folder.name, "reason": str(error)}, ensure_ascii=False))
+
+
+def _add(engine: "Engine", served_name: str, name: str, path: Path) -> None:
+    if name == served_name:
+        raise InputError(f"the base is called '{name}' already: give the adapter another name", field="name")
+    engine.adapters.add(name, path)

@@ -1,0 +1,6 @@
+"""The HTTP service: the OpenAI API over an `AsyncEngine`."""
+
+from peftkit_serve.http.app import create_app
+from peftkit_serve.http.server import bind, serve, url_of
+
+__all__ = ["create_app", "bind", "serve", "url_of"]

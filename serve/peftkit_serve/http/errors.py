@@ -1,0 +1,128 @@
+"""Every error answer, in OpenAI's body `{"error": {"message", "type", "param", "code"}}`.
+
+| raised | status | type | code |
+| --- | --- | --- | --- |
+| a body that doesn't validate | 400 | invalid_request_error | unknown_parameter, invalid_value, … |
+| `InputError` of the engine | 400 | invalid_request_error | invalid_value |
+| `context_length_exceeded` | 400 | invalid_request_error | context_length_exceeded |
+| `model_not_found` | 404 | invalid_request_error | model_not_found |
+| an unknown route or method | 404, 405 | invalid_request_error | – |
+| a body over the limit | 413 | invalid_request_error | request_too_large |
+| anything else | 500 | server_error | internal_error |
+| draining or stopped | 503 | server_error | service_unavailable |
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from peftkit.errors import InputError, did_you_mean
+from peftkit_serve.http.schemas import ErrorBody, ErrorDetail
+
+
+class ApiError(HTTPException):
+    """An error answer. `param` is the field at fault; `code` is for programs, the message for people."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, headers)
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.body = ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code))
+
+    def json(self) -> str:
+        """The body. ASCII, because a client's own text in it may hold what is no Unicode character."""
+        return json.dumps(self.body.model_dump())
+
+    def response(self) -> Response:
+        """The whole answer."""
+        return Response(self.json(), self.status_code, self.headers, "application/json")
+
+
+def model_not_found(name: str, known: Iterable[str]) -> ApiError:
+    """404: no base and no adapter is called `name`."""
+    shown = name[:128]
+    message = f"the model {shown!r} does not exist{did_you_mean(shown, known)}"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def context_length_exceeded(num_tokens: int, room: int, field: str) -> ApiError:
+    """400: a prompt leaves no place for an answer; `room` is how many tokens text can use."""
+    message = (
+        f"this model's context has room for {room} tokens, and the prompt has {num_tokens}: "
+        f"shorten {field} to at most {room - 1} tokens"
+    )
+    return ApiError(400, message, param=field, code="context_length_exceeded")
+
+
+def unavailable(message: str) -> ApiError:
+    """503: the server is going away; another one, or this one started again, can answer."""
+    return ApiError(503, message, code="service_unavailable", headers={"retry-after": "1"})
+
+
+def internal() -> ApiError:
+    """500: a fault of ours; the log has it under the request's id."""
+    return ApiError(500, "the server failed while it answered this request", code="internal_error")
+
+
+def install(app: FastAPI) -> None:
+    """Answers every expected error of `app` in OpenAI's body; the unexpected are the guard's."""
+
+    async def api_error(_: Request, error: ApiError) -> Response:
+        return error.response()
+
+    async def http_error(_: Request, error: HTTPException) -> Response:
+        message = str(error.detail) or HTTPStatus(error.status_code).phrase
+        return ApiError(error.status_code, message, headers=error.headers).response()
+
+    async def validation_error(_: Request, error: RequestValidationError) -> Response:
+        return _from_validation(error.errors()).response()
+
+    async def input_error(_: Request, error: InputError) -> Response:
+        return ApiError(400, str(error), param=error.field, code="invalid_value").response()
+
+    for kind, handler in (
+        (ApiError, api_error),
+        (HTTPException, http_error),
+        (RequestValidationError, validation_error),
+        (InputError, input_error),
+    ):
+        app.add_exception_handler(kind, handler)  # type: ignore[arg-type] # starlette types all handlers as Exception's
+
+
+def _from_validation(errors: Sequence[Any]) -> ApiError:
+    """The first thing wrong with a body, with the path of its field as a client would write it."""
+    first: Mapping[str, Any] = errors[0]
+    kind: str = first["type"]
+    if kind == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
+    context: Mapping[str, Any] = first.get("ctx") or {}
+    path = _path([*first["loc"][1:], *([context["field"]] if "field" in context else [])])
+    if not path:
+        message = "the body must be a JSON object, sent with the header Content-Type: application/json"
+        return ApiError(400, message, code="invalid_json")
+    if kind == "missing":
+        return ApiError(400, f"{path} is missing", param=path, code="missing_required_parameter")
+    message = str(context.get("message") or f"{path}: {first['msg']}")
+    code = kind if kind in ("unknown_parameter", "unsupported_parameter") else "invalid_value"
+    return ApiError(400, message, param=path, code=code)
+
+
+def _path(loc: Sequence[str | int]) -> str:
+    """("messages", 0, "role") → "messages[0].role"."""
+    path = ""
+    for part in loc:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    return path

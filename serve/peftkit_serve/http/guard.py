@@ -1,0 +1,96 @@
+"""The outermost layer around every request: an id, a bound on its body, the last resort for errors, one line of log.
+
+The log line is one JSON object of numbers and names, never of a client's text: no prompt, no answer, no header. The
+message of an unexpected exception may quote one of them, so only its type and place are logged.
+"""
+
+import json
+import logging
+import re
+import time
+import traceback
+import uuid
+from typing import Any
+
+from prometheus_client import Counter
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from peftkit_serve.http.errors import ApiError, internal
+
+logger = logging.getLogger(__name__)
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
+"""Asked for every few seconds by machines: logged at debug level."""
+
+
+def report(error: Exception, request_id: str) -> ApiError:
+    """Logs a fault of ours, and returns what a client is told of it."""
+    frames = [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__)]
+    logger.error(json.dumps({"request_id": request_id, "unexpected": type(error).__name__, "traceback": frames}))
+    return internal()
+
+
+class Guard:
+    """ASGI middleware. Routes find `request.state.request_id`, and add to `request.state.facts` what the log line and
+    nobody else shall know of a request."""
+
+    def __init__(self, app: ASGIApp, *, max_body_bytes: int, answers: Counter) -> None:
+        """
+        max_body_bytes: a longer body is refused with 413.
+        answers: counts answers by route, as the OpenAPI page has it, and status.
+        """
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+        self._answers = answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        start, status = time.monotonic(), 0
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        facts: dict[str, Any] = {}
+        scope.setdefault("state", {}).update(request_id=request_id, facts=facts)
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode())]}
+            await send(message)
+
+        try:
+            await self._app(scope, self._bounded(receive, headers), send_with_id)
+        except Exception as error:
+            answer = report(error, request_id)
+            if not status:  # else the answer has begun, and the server closes the connection on its missing end
+                await answer.response()(scope, receive, send_with_id)
+        finally:
+            self._answers.labels(getattr(scope.get("route"), "path", "unknown"), str(status)).inc()
+            line = {"request_id": request_id, "method": scope["method"], "path": scope["path"], "status": status}
+            line |= {"ms": round(1000 * (time.monotonic() - start), 1), **facts}
+            logger.log(logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO, json.dumps(line))
+
+    def _bounded(self, receive: Receive, headers: dict[bytes, bytes]) -> Receive:
+        """`receive` that refuses a body beyond the limit, before reading it where its length is declared."""
+        declared = headers.get(b"content-length", b"")
+        announced = declared.isdigit() and int(declared[:20]) > self._max_body_bytes
+        seen = 0
+
+        async def bounded() -> Message:
+            nonlocal seen
+            if announced:
+                raise self._too_large()
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self._max_body_bytes:
+                raise self._too_large()
+            return message
+
+        return bounded
+
+    def _too_large(self) -> ApiError:
+        message = f"the request's body is larger than {self._max_body_bytes} bytes"
+        return ApiError(413, message, code="request_too_large")

@@ -1,0 +1,102 @@
+"""The process around the application: one bound socket, signals, and a drain before the end."""
+
+import errno
+import ipaddress
+import socket
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import anyio.to_thread
+import uvicorn
+from fastapi import FastAPI
+
+from peftkit.errors import InputError, RunError
+from peftkit_serve.http.service import Service
+
+DRAIN_TIMEOUT_S = 30.0
+"""How long running requests may go on after the first SIGTERM or SIGINT; a second one ends them at once."""
+
+
+def bind(host: str, port: int, *, any_client: bool) -> socket.socket:
+    """A socket bound to an address but not listening, so that a port in use is known before a model is loaded.
+
+    any_client: whether an address that others than this machine can reach is allowed.
+
+    Raises InputError for a host that can't be used or isn't allowed, RunError for a port in use.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError):
+        raise InputError(f"--host {host}: no such address", field="host") from None
+    family, kind, _, _, address = found[0]
+    if not any_client and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+        raise InputError(
+            f"--host {host}: this server asks for no key, so it listens on loopback only: "
+            "leave --host out, or say --no-auth to answer everyone who reaches it",
+            field="host",
+        )
+    listener = socket.socket(family, kind)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _unusable(host, port, error) from None
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where a bound socket is reached."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(app: FastAPI, listener: socket.socket, on_ready: Callable[[], None]) -> None:
+    """Serves `app`, made by `create_app`, on a bound socket until SIGTERM or SIGINT.
+
+    Then it drains: `/ready` and new requests answer 503 while running requests end, for at most `DRAIN_TIMEOUT_S`.
+    `on_ready` is called when the first request can be answered. Raises RunError when another process listens there.
+    """
+    try:
+        listener.listen(2048)
+    except OSError as error:
+        host, port = listener.getsockname()[:2]
+        raise _unusable(host, port, error) from None
+    _Server(app, on_ready).run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, but a signal drains before the socket is closed, and is not raised again at the end."""
+
+    def __init__(self, app: FastAPI, on_ready: Callable[[], None]) -> None:
+        super().__init__(
+            uvicorn.Config(app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=5)
+        )
+        self._service: Service = app.state.service
+        self._on_ready = on_ready
+        self._deadline: float | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        self._deadline = now + DRAIN_TIMEOUT_S if self._deadline is None else now
+        self._service.draining = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._deadline is not None:
+            if not self.server_state.tasks:
+                self.should_exit = True
+            elif time.monotonic() >= self._deadline:
+                await anyio.to_thread.run_sync(self._service.engine.stop)  # what still runs ends with an error
+                self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def _unusable(host: str, port: int, error: OSError) -> RunError:
+    if error.errno == errno.EADDRINUSE:
+        return RunError(f"port {port} of {host} is in use: stop what listens there, or choose another port")
+    return RunError(f"can't listen on port {port} of {host}: {error.strerror}")
