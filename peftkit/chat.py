@@ -8,7 +8,6 @@ rendered text by offsets, never by looking for ids.
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
@@ -168,19 +167,20 @@ def _render(
 def _tokenise(
     tokenizer: PreTrainedTokenizerBase, text: str, starts: list[int]
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Ids of `text` and each token's characters. A token that would reach over a start is split there, for a served
-    prompt ends there too."""
-    whole: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    cuts = [start for start in starts if any(first < start < last for first, last in whole.offset_mapping)]
-    if not cuts:
-        return whole.input_ids, whole.offset_mapping
+    """Ids of `text` and each token's characters, cut at a start where the text before it, which is what is served,
+    would have other ids by itself."""
     ids: list[int] = []
     offsets: list[tuple[int, int]] = []
-    for begin, end in pairwise([0, *cuts, len(text)]):
-        piece: Any = tokenizer(text[begin:end], add_special_tokens=False, return_offsets_mapping=True)
-        ids += piece.input_ids
-        offsets += [(first + begin, last + begin) for first, last in piece.offset_mapping]
-    return ids, offsets
+    begin = 0
+    rest: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    for start in starts:
+        served: Any = tokenizer(text[begin:start], add_special_tokens=False, return_offsets_mapping=True)
+        if rest.input_ids[: len(served.input_ids)] != served.input_ids:
+            ids += served.input_ids
+            offsets += [(first + begin, last + begin) for first, last in served.offset_mapping]
+            begin = start
+            rest = tokenizer(text[begin:], add_special_tokens=False, return_offsets_mapping=True)
+    return ids + rest.input_ids, offsets + [(first + begin, last + begin) for first, last in rest.offset_mapping]
 
 
 def _marked_spans(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[tuple[int, int]]:

@@ -98,7 +98,7 @@ def _needed_bytes(path: Path) -> int:
     except (ValueError, IndexError, KeyError, OverflowError) as error:
         raise BaseModelError(f"{path}: not a whole GGUF file ({error}); fetch it again") from None
     if (kind := texts.get("general.type", "model")) != "model":
-        raise BaseModelError(f"{path}: holds a {kind}, not a model")
+        raise BaseModelError(f"{path}: its type is {kind}, a base has type model")
     if "split.count" in reader.fields:
         raise BaseModelError(f"{path}: is one part of a split model; join the parts with llama-gguf-split --merge")
     if (architecture := texts.get("general.architecture")) not in ARCHITECTURES:
