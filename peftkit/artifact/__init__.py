@@ -28,9 +28,16 @@ __all__ = [
 def base_record(model: PreTrainedModel) -> dict[str, Any]:
     """What an adapter's record says of the base it was made on."""
     info: BaseInfo | None = getattr(model, "peftkit_base", None)
-    if info is None:
-        return {"base": {"id": model.config.name_or_path or None}}
-    base = {"id": info.name, "fingerprint": asdict(info.fingerprint)}
+    config = model.config
+    base: dict[str, Any] = {
+        "id": (config.name_or_path or None) if info is None else info.name,
+        "layers": config.num_hidden_layers,
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "hidden_size": config.hidden_size,
+    }
+    if info is not None:
+        base["fingerprint"] = asdict(info.fingerprint)
     return {"base": base, "quant": getattr(model, "peftkit_quant", "none")}
 
 

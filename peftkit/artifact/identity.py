@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from peftkit.methods import MethodConfig
+from peftkit.methods import AnyConfig
 
 
-def uid_of(config: MethodConfig, tensors: Mapping[str, Tensor]) -> str:
+def uid_of(config: AnyConfig, tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 (hex) over the config's identity and, in order of name, each tensor's name, dtype, shape and bytes.
 
     Every cache of an adapter's weights or of keys and values made with them is keyed by this.

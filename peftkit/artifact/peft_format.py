@@ -1,5 +1,7 @@
 """`adapter_config.json` as HF PEFT 0.21 writes it, to and from our method configs.
 
+LORA, PREFIX_TUNING, P_TUNING and PROMPT_TUNING are HF PEFT's; BOTTLENECK is ours, in the same container.
+
 A field that changes what an adapter computes and that we don't honour must hold its neutral value, else the adapter is
 refused by the field's name. A field that PEFT doesn't have is refused unless it is empty.
 """
@@ -10,10 +12,19 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from peftkit.errors import AdapterError, UnsupportedError, did_you_mean
-from peftkit.methods import LoraConfig, MethodConfig, PromptTuningConfig
+from peftkit.methods import (
+    AnyConfig,
+    BottleneckConfig,
+    LoraConfig,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    PTuningConfig,
+    PTuningV2Config,
+)
+from peftkit.methods.method import MethodSettings
 
 PEFT_VERSION = "0.21.2"
-_Config = TypeVar("_Config", LoraConfig, PromptTuningConfig)
+_Config = TypeVar("_Config", bound=MethodSettings)
 
 # fields that name things or steer training alone: read past, written with these values
 _COMMON: dict[str, Any] = {
@@ -68,24 +79,44 @@ _LORA_FIELDS = (
     "use_rslora",
     "init_lora_weights",
 )
-_PROMPT_FIELDS = (
+# shape of the base and reparameterisation in the prompt family: the exported tensor has all that counts
+_VIRTUAL_FIELDS = (
     "num_virtual_tokens",
     "token_dim",
-    "num_transformer_submodules",
     "num_attention_heads",
     "num_layers",
-    "modules_to_save",
+    "prefix_projection",
+    "init_weights",
+    "encoder_hidden_size",
+    "encoder_reparameterization_type",
+    "encoder_num_layers",
+    "encoder_dropout",
     "prompt_tuning_init",
     "prompt_tuning_init_text",
     "tokenizer_name_or_path",
     "tokenizer_kwargs",
 )
+_VIRTUAL_NEUTRAL: dict[str, Any] = {"num_transformer_submodules": 1, "modules_to_save": None}
+_BOTTLENECK_FIELDS = (
+    "variant",
+    "reduction_factor",
+    "bottleneck_size",
+    "non_linearity",
+    "scaling",
+    "ln_before",
+    "layers_to_transform",
+)
+PEFT_TYPES = ("LORA", "PREFIX_TUNING", "P_TUNING", "PROMPT_TUNING", "BOTTLENECK")
 _BASE_FIELDS = ("peft_type", "base_model_name_or_path", *_COMMON)
 
 
-def to_peft(config: MethodConfig, base_name: str | None, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `adapter_config.json`. `tensors` (PEFT key → tensor) says which layers "all-linear" came to."""
-    common = {**_COMMON, "base_model_name_or_path": base_name}
+def to_peft(config: AnyConfig, base: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `adapter_config.json`.
+
+    `base` is what a record says of the base (`id`, and for the prompt family its `layers`, `kv_heads` and `heads`);
+    `tensors` (PEFT key → tensor) say which layers "all-linear" came to.
+    """
+    common = {**_COMMON, "base_model_name_or_path": base.get("id")}
     if isinstance(config, LoraConfig):
         return {
             **common,
@@ -104,25 +135,58 @@ def to_peft(config: MethodConfig, base_name: str | None, tensors: Mapping[str, A
             "use_rslora": config.variant == "rslora",
             "init_lora_weights": True,
         }
+    if isinstance(config, BottleneckConfig):
+        return {**common, "peft_type": "BOTTLENECK", **config.model_dump(include=set(_BOTTLENECK_FIELDS))}
     (embeddings,) = tensors.values()
-    return {
-        **common,
-        "peft_type": "PROMPT_TUNING",
+    return {**common, **_VIRTUAL_NEUTRAL, **_virtual_tokens(config, base, int(embeddings.shape[1]))}
+
+
+def _virtual_tokens(
+    config: PromptTuningConfig | PTuningConfig | PrefixTuningConfig | PTuningV2Config,
+    base: Mapping[str, Any],
+    width: int,
+) -> dict[str, Any]:
+    """Fields of the prompt family. How the tokens began no longer matters; TEXT would have PEFT ask for a tokenizer."""
+    fields: dict[str, Any] = {
         "num_virtual_tokens": config.num_virtual_tokens,
-        "token_dim": int(embeddings.shape[1]),
-        "num_transformer_submodules": 1,
-        "num_attention_heads": None,
-        "num_layers": None,
-        "modules_to_save": None,
-        # how it began no longer matters, and TEXT would have PEFT look for a tokenizer
-        "prompt_tuning_init": "RANDOM",
-        "prompt_tuning_init_text": None,
-        "tokenizer_name_or_path": None,
-        "tokenizer_kwargs": None,
+        "num_layers": base.get("layers"),
+        "num_attention_heads": base.get("heads"),
+        "token_dim": width,
     }
+    match config:
+        case PromptTuningConfig():
+            start = {"prompt_tuning_init": "RANDOM", "prompt_tuning_init_text": None}
+            return {
+                **fields,
+                "peft_type": "PROMPT_TUNING",
+                **start,
+                "tokenizer_name_or_path": None,
+                "tokenizer_kwargs": None,
+            }
+        case PTuningConfig():
+            return {
+                **fields,
+                "peft_type": "P_TUNING",
+                "encoder_reparameterization_type": config.encoder.upper(),
+                "encoder_hidden_size": config.encoder_hidden_size or width,
+                "encoder_num_layers": config.encoder_num_layers,
+                "encoder_dropout": config.encoder_dropout,
+            }
+        case _:
+            layers = base.get("layers")
+            projection = isinstance(config, PrefixTuningConfig)
+            return {
+                **fields,
+                "peft_type": "PREFIX_TUNING",
+                "token_dim": width // (2 * layers) if layers else None,
+                "num_attention_heads": base.get("kv_heads"),
+                "prefix_projection": projection,
+                "encoder_hidden_size": (config.encoder_hidden_size if projection else None) or base.get("hidden_size"),
+                "init_weights": None,
+            }
 
 
-def from_peft(fields: Mapping[str, Any], where: str) -> MethodConfig:
+def from_peft(fields: Mapping[str, Any], where: str) -> AnyConfig:
     """The method config of an `adapter_config.json`; `where` is named in errors.
 
     Raises UnsupportedError for a feature that can't be honoured, AdapterError for a missing or wrong field.
@@ -130,20 +194,38 @@ def from_peft(fields: Mapping[str, Any], where: str) -> MethodConfig:
     peft_type = fields.get("peft_type")
     if peft_type is None:
         raise AdapterError(f"{where}: peft_type is missing", field="peft_type")
+    if peft_type not in PEFT_TYPES:
+        hint = did_you_mean(str(peft_type), PEFT_TYPES)
+        raise UnsupportedError(
+            f"{where}: peft_type {peft_type} isn't one of {', '.join(PEFT_TYPES)}{hint}", field="peft_type"
+        )
     if peft_type == "LORA":
         return _lora(fields, where)
+    if peft_type == "BOTTLENECK":
+        _refuse_unknown(fields, (*_BASE_FIELDS, *_BOTTLENECK_FIELDS), where)
+        return _validated(
+            BottleneckConfig, {name: fields[name] for name in _BOTTLENECK_FIELDS if name in fields}, where
+        )
+    _refuse_unknown(fields, (*_BASE_FIELDS, *_VIRTUAL_FIELDS, *_VIRTUAL_NEUTRAL), where)
+    _refuse_not_neutral(fields, _VIRTUAL_NEUTRAL, where)
+    settings: dict[str, Any] = {"num_virtual_tokens": fields.get("num_virtual_tokens")}
     if peft_type == "PROMPT_TUNING":
-        return _prompt(fields, where)
-    hint = did_you_mean(str(peft_type), ("LORA", "PROMPT_TUNING"))
-    raise UnsupportedError(f"{where}: peft_type {peft_type} isn't one of LORA, PROMPT_TUNING{hint}", field="peft_type")
+        return _validated(PromptTuningConfig, settings, where)
+    if peft_type == "PREFIX_TUNING" and not fields.get("prefix_projection"):
+        return _validated(PTuningV2Config, settings, where)
+    settings["encoder_hidden_size"] = fields.get("encoder_hidden_size")
+    if peft_type == "PREFIX_TUNING":
+        return _validated(PrefixTuningConfig, settings, where)
+    settings["encoder"] = str(fields.get("encoder_reparameterization_type", "MLP")).lower()
+    for name in ("encoder_num_layers", "encoder_dropout"):
+        if fields.get(name) is not None:
+            settings[name] = fields[name]
+    return _validated(PTuningConfig, settings, where)
 
 
 def _lora(fields: Mapping[str, Any], where: str) -> LoraConfig:
     _refuse_unknown(fields, (*_BASE_FIELDS, *_LORA_FIELDS, *_LORA_NEUTRAL, *_LORA_IGNORED), where)
-    for name, neutral in _LORA_NEUTRAL.items():
-        value = fields.get(name, neutral)
-        if value != neutral and value not in (None, False, [], {}):
-            raise UnsupportedError(f"{where}: {name} is {value!r}, which can't be honoured", field=name)
+    _refuse_not_neutral(fields, _LORA_NEUTRAL, where)
     init = fields.get("init_lora_weights", True)
     if init not in _PLAIN_INITS:
         raise UnsupportedError(
@@ -153,7 +235,7 @@ def _lora(fields: Mapping[str, Any], where: str) -> LoraConfig:
     if fields.get("layers_pattern") not in (None, "layers", ["layers"], []):
         raise UnsupportedError(f"{where}: layers_pattern can't be honoured", field="layers_pattern")
     layers = fields.get("layers_to_transform")
-    settings = {
+    settings: dict[str, Any] = {
         "r": fields.get("r"),
         "alpha": fields.get("lora_alpha"),
         "dropout": fields.get("lora_dropout") or 0.0,
@@ -167,17 +249,6 @@ def _lora(fields: Mapping[str, Any], where: str) -> LoraConfig:
     return _validated(LoraConfig, settings, where)
 
 
-def _prompt(fields: Mapping[str, Any], where: str) -> PromptTuningConfig:
-    _refuse_unknown(fields, (*_BASE_FIELDS, *_PROMPT_FIELDS), where)
-    if fields.get("modules_to_save"):
-        raise UnsupportedError(f"{where}: modules_to_save can't be honoured", field="modules_to_save")
-    if fields.get("num_transformer_submodules") not in (None, 1):
-        raise UnsupportedError(
-            f"{where}: num_transformer_submodules must be 1 for a decoder", field="num_transformer_submodules"
-        )
-    return _validated(PromptTuningConfig, {"num_virtual_tokens": fields.get("num_virtual_tokens")}, where)
-
-
 def _validated(kind: type[_Config], settings: dict[str, Any], where: str) -> _Config:
     try:
         return kind(**settings)
@@ -185,6 +256,13 @@ def _validated(kind: type[_Config], settings: dict[str, Any], where: str) -> _Co
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         raise AdapterError(f"{where}: {field}: {first['msg']}", field=field) from error
+
+
+def _refuse_not_neutral(fields: Mapping[str, Any], neutral: Mapping[str, Any], where: str) -> None:
+    for name, wanted in neutral.items():
+        value = fields.get(name, wanted)
+        if value != wanted and value not in (None, False, [], {}):
+            raise UnsupportedError(f"{where}: {name} is {value!r}, which can't be honoured", field=name)
 
 
 def _refuse_unknown(fields: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:

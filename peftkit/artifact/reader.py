@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,11 @@ from peftkit.artifact.identity import uid_of
 from peftkit.artifact.peft_format import from_peft
 from peftkit.base import BaseInfo, module_shapes
 from peftkit.errors import AdapterError, BaseMismatchError, InputError
-from peftkit.methods import LoraConfig, MethodConfig
+from peftkit.methods import AnyConfig, BottleneckConfig, LoraConfig, PrefixTuningConfig, PTuningV2Config
+from peftkit.methods.bottleneck import PREFIX as BOTTLENECK_PREFIX
 from peftkit.methods.lora import PREFIX, expected_tensors
 from peftkit.methods.method import check_tensors
+from peftkit.methods.prefix import kv_width
 from peftkit.methods.soft_prompt import KEY as PROMPT_KEY
 
 logger = logging.getLogger(__name__)
@@ -27,6 +30,7 @@ logger = logging.getLogger(__name__)
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
 RECORD_FILE = "peftkit.json"
+_LAYER_KEY = re.compile(re.escape(BOTTLENECK_PREFIX) + r"\d+\.")
 _CONVERT = (
     "python -c 'import torch, safetensors.torch as s; "
     's.save_file(torch.load("adapter_model.bin", weights_only=True), "adapter_model.safetensors")\''
@@ -38,7 +42,7 @@ class Artifact:
     """An adapter as it lies on disk."""
 
     path: Path
-    config: MethodConfig
+    config: AnyConfig
     tensors: dict[str, Tensor]
     """PEFT key → CPU tensor."""
     uid: str
@@ -129,7 +133,7 @@ def _is_frozen_copy(name: str) -> bool:
 
 
 def _check_shapes(
-    folder: Path, method: MethodConfig, tensors: Mapping[str, Tensor], config: PretrainedConfig | None
+    folder: Path, method: AnyConfig, tensors: Mapping[str, Tensor], config: PretrainedConfig | None
 ) -> None:
     where = str(folder / TENSOR_FILE)
     if isinstance(method, LoraConfig):
@@ -140,11 +144,31 @@ def _check_shapes(
             raise AdapterError(f"{folder / CONFIG_FILE}: {error}", field=error.field) from error
         check_tensors(tensors, expected_tensors(sites), where)
         return
+    if isinstance(method, BottleneckConfig):
+        layers, hidden = _shape_of_base(config) if config is not None else _own_bottleneck(tensors)
+        try:
+            expected = method.expected_tensors(layers, hidden)
+        except InputError as error:
+            raise AdapterError(f"{folder / CONFIG_FILE}: {error}", field=error.field) from error
+        check_tensors(tensors, expected, where)
+        return
+    width = int(tensors[PROMPT_KEY].shape[-1]) if PROMPT_KEY in tensors else 0
     if config is not None:
-        hidden = int(config.hidden_size)
-    else:
-        hidden = int(tensors[PROMPT_KEY].shape[-1]) if PROMPT_KEY in tensors else 0
-    check_tensors(tensors, {PROMPT_KEY: (method.num_virtual_tokens, hidden)}, where)
+        layers, width = _shape_of_base(config)
+        if isinstance(method, PrefixTuningConfig | PTuningV2Config):
+            width = layers * 2 * kv_width(config)
+    check_tensors(tensors, {PROMPT_KEY: (method.num_virtual_tokens, width)}, where)
+
+
+def _shape_of_base(config: PretrainedConfig) -> tuple[int, int]:
+    return int(config.num_hidden_layers), int(config.hidden_size)
+
+
+def _own_bottleneck(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+    """Layers and hidden size that a bottleneck adapter's own tensors speak of."""
+    layers = [int(name.removeprefix(BOTTLENECK_PREFIX).split(".")[0]) for name in tensors if _LAYER_KEY.match(name)]
+    hidden = next((tensor.shape[1] for name, tensor in tensors.items() if name.endswith("down.weight")), 0)
+    return max(layers, default=-1) + 1, hidden
 
 
 def _own_shapes(tensors: Mapping[str, Tensor], where: str) -> dict[str, tuple[int, int]]:

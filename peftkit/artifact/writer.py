@@ -15,11 +15,11 @@ from peftkit.artifact.identity import uid_of
 from peftkit.artifact.peft_format import from_peft, to_peft
 from peftkit.artifact.reader import CONFIG_FILE, RECORD_FILE, TENSOR_FILE, Artifact, base_of
 from peftkit.errors import RunError
-from peftkit.methods import MethodConfig
+from peftkit.methods import AnyConfig
 
 
 def write_adapter(
-    path: str | Path, config: MethodConfig, tensors: Mapping[str, Tensor], record: Mapping[str, Any] | None = None
+    path: str | Path, config: AnyConfig, tensors: Mapping[str, Tensor], record: Mapping[str, Any] | None = None
 ) -> Artifact:
     """Writes an HF PEFT folder with `peftkit.json` beside it and returns what a reader would find there.
 
@@ -29,8 +29,8 @@ def write_adapter(
     """
     folder = Path(path)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    peft_config = to_peft(config, base_of(record or {}).get("id"), tensors)
-    # as it will be read back: "all-linear" has become the list of layers
+    peft_config = to_peft(config, base_of(record or {}), tensors)
+    # as it will be read back: what was left open ("all-linear", the start of a prompt) is now settled
     config = from_peft(peft_config, str(folder / CONFIG_FILE))
     uid = uid_of(config, tensors)
     full_record = {**(record or {}), "format": 1, "uid": uid}

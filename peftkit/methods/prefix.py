@@ -24,7 +24,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -35,6 +41,12 @@ from peftkit.methods.soft_prompt import KEY
 ATTENTION = "peftkit_prefix"
 NOISE = 0.02
 """Standard deviation of `init: random`; one of 1 starts at several times the base's loss."""
+
+
+def kv_width(config: PretrainedConfig) -> int:
+    """n_kv · D: the width of one layer's keys for one token."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(config.num_key_value_heads * head_dim)
 
 
 class _PrefixSettings(StartsFromText):
@@ -114,8 +126,8 @@ class Prefix(Method):
         embedding = model.get_input_embeddings()
         assert isinstance(embedding, nn.Embedding)
         self._device = embedding.weight.device
-        head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
-        self._view = (config.num_virtual_tokens, settings.num_hidden_layers, 2, settings.num_key_value_heads, head_dim)
+        K = settings.num_key_value_heads
+        self._view = (config.num_virtual_tokens, settings.num_hidden_layers, 2, K, kv_width(settings) // K)
         start = self._start(tokenizer, generator)
         self._encoder: nn.Module = self._build(start, generator).to(start.device)
         model.add_module("prefix_encoder", self._encoder)
