@@ -7,10 +7,12 @@ scheduler books what was drawn. One thread drives an engine; `AsyncEngine` is th
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict
+
+from transformers import PreTrainedTokenizerFast
 
 from peftkit.base import BaseInfo, Quant, load_tokenizer, resolve_base
 from peftkit.chat import encode_prompt
@@ -70,6 +72,7 @@ class Engine:
         max_requests: int = 64,
         max_adapters: int = 16,
         num_pages: int | None = None,
+        adapter_bytes: int | None = None,
         deterministic: bool = False,
     ) -> None:
         """
@@ -78,8 +81,15 @@ class Engine:
         max_requests: most requests in a step; others wait.
         max_adapters: LoRA adapters on the device at a time; any number can be registered.
         num_pages: KV memory in pages of 16 tokens; None takes what the device's memory leaves.
+        adapter_bytes: memory of LoRA adapters on the device; None takes room for `max_adapters` of rank 64.
         deterministic: a request's tokens don't depend on what else is in its batch, at some cost in speed.
+
+        Raises BaseModelError for a base that can't be served, InputError for a bad number, RunError when the device
+        has too little memory.
         """
+        for name, value in (("max_requests", max_requests), ("max_adapters", max_adapters)):
+            if value < 1:
+                raise InputError(f"{name} is {value}: it must be at least 1", field=name)
         self.base = base if isinstance(base, BaseInfo) else resolve_base(base)
         self.tokenizer = load_tokenizer(self.base)
         self._runner = Runner(
@@ -90,6 +100,7 @@ class Engine:
             max_requests=max_requests,
             num_slots=max_adapters,
             num_pages=num_pages,
+            adapter_bytes=adapter_bytes,
             deterministic=deterministic,
         )
         self.spec: ModelSpec = self._runner.spec
@@ -102,10 +113,13 @@ class Engine:
         loader = AdapterLoader(
             self.base,
             self.spec,
+            dtype=memory.weights.dtype,
             max_lora_bytes=memory.capacity_bytes,
             max_virtual_tokens=min(self.spec.max_position, self._scheduler.max_text_tokens(1)) - 2,
         )
         self.adapters = AdapterStore(loader, self._pool)
+        assert isinstance(self.tokenizer, PreTrainedTokenizerFast)
+        self._decoder = self.tokenizer.backend_tokenizer
         eos = self.tokenizer.eos_token_id
         self._eos = {*self.spec.eos_token_ids, *([eos] if isinstance(eos, int) else [])}
         self._texts: dict[str, Detokenizer] = {}
@@ -147,7 +161,7 @@ class Engine:
             num_virtual=num_virtual,
         )
         self._scheduler.add(live)
-        self._texts[live.request_id] = Detokenizer(self.tokenizer, params.stop)
+        self._texts[live.request_id] = Detokenizer(self._decoder, params.stop)
         self._num_prompt_tokens += live.num_prompt
         return live.request_id
 
@@ -168,7 +182,10 @@ class Engine:
             message = f"the step that computed this request failed: {type(error).__name__}"
             failed = [self._scheduler.get(chunk.request_id) for chunk in plan.chunks]
             return outputs + [self._end(live, "error", error=message) for live in failed if live is not None]
-        return outputs + [self._advance(live) for live in self._scheduler.update(plan, result)]
+        outputs += [self._advance(live) for live in self._scheduler.update(plan, result)]
+        spoiled = [self._scheduler.get(request_id) for request_id, token_id in result.tokens.items() if token_id < 0]
+        message = "its logits are not finite: the adapter's weights are too large"
+        return outputs + [self._end(live, "error", error=message) for live in spoiled if live is not None]
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request at once; its last output, or None when there is no such request (any more)."""
@@ -179,7 +196,7 @@ class Engine:
         """Whether a request has not ended."""
         return self._scheduler.has_work()
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[RequestOutput]:
+    def generate(self, requests: Sequence[Request]) -> Generator[RequestOutput, None, None]:
         """Runs requests together and yields each one's last output, in order of ending.
 
         Raises as `add_request` does, then none of them runs; RunError when other requests are being worked on. An

@@ -53,3 +53,4 @@ class StepResult:
     """What a step drew: request id → token id, one for each chunk that had `sample`."""
 
     tokens: dict[str, int]
+    """-1 where nothing can be drawn because the logits are not finite."""

@@ -208,13 +208,16 @@ class Scheduler:
         return StepPlan(tuple(chunks), tuple(copies))
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Sequence]:
-        """Books what a step computed. Returns the sequences that drew a token: it is the last of their `token_ids`."""
+        """Books what a step computed. Returns the sequences that drew a token: it is the last of their `token_ids`.
+
+        One whose draw is -1 is left as it is, for the caller to end.
+        """
         drawn: list[Sequence] = []
         for chunk in plan.chunks:
             sequence = self._sequences[chunk.request_id]
             sequence.num_computed += len(chunk.token_ids)
-            if chunk.sample is not None:
-                sequence.token_ids.append(result.tokens[chunk.request_id])
+            if chunk.sample is not None and (token_id := result.tokens[chunk.request_id]) >= 0:
+                sequence.token_ids.append(token_id)
                 drawn.append(sequence)
         return drawn
 

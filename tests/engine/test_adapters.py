@@ -109,12 +109,24 @@ def test_an_adapter_of_another_base_is_refused(make_engine: MakeEngine, lora_fol
 def test_a_lora_that_adapter_memory_can_never_hold_is_refused_with_numbers(
     make_engine: MakeEngine, lora_folder: Folder, seed: int
 ) -> None:
-    engine = make_engine(max_adapters=1)
-    limit = engine._runner.memory.capacity_bytes
-    r = 1 + limit // (engine.adapters.add("small", lora_folder(seed, r=1)).nbytes or 1)
-    engine.adapters.remove("small")
-    with pytest.raises(AdapterError, match=str(limit)):
-        engine.adapters.add("a", lora_folder(seed, r=r))
+    engine = make_engine(adapter_bytes=2 * 64 * 1024)
+    engine.adapters.add("a", lora_folder(seed, r=30))
+    with pytest.raises(AdapterError, match="there are 131072"):
+        engine.adapters.add("b", lora_folder(seed, r=40))
+    answer(engine, "a")
+
+
+def test_adapters_that_do_not_fit_together_take_turns(make_engine: MakeEngine, lora_folder: Folder, seed: int) -> None:
+    engine, roomy = make_engine(adapter_bytes=6 * 64 * 1024, max_adapters=4), make_engine(max_adapters=4)
+    for number, rank in enumerate((40, 70, 4, 36)):  # of two, three, one and two units a layer
+        for one in (engine, roomy):
+            one.adapters.add(str(number), lora_folder(seed + number, r=rank))
+    sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    requests = [Request([5, 6, 7], str(number % 4), sampling) for number in range(12)]
+    outputs = {output.request_id: output.token_ids for output in engine.generate(requests)}
+    assert engine.stats()["adapters_resident"] < 4
+    alone = [answer(roomy, str(number)) for number in range(4)]
+    assert [outputs[request.request_id] for request in requests] == [alone[number % 4] for number in range(12)]
 
 
 def test_a_name_that_comes_back_with_other_content_answers_with_it(

@@ -44,6 +44,39 @@ def add_all(engine: Engine, lora_folder: Folder, prompt_folder: Folder, seed: in
     return [*engine.adapters.names(), None]
 
 
+Logits = dict[tuple[str, int], torch.Tensor]
+
+
+def record_logits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Logits:
+    """Fills with the logits that each (request, number of its token) is drawn from."""
+    seen: Logits = {}
+    run, logits = engine._runner.run, engine._runner._decoder.logits
+    rows: list[torch.Tensor] = []
+
+    def keep(hidden: torch.Tensor) -> torch.Tensor:
+        rows[:] = [logits(hidden)]
+        return rows[0]
+
+    def watched(plan: StepPlan) -> StepResult:
+        result = run(plan)
+        drawn = [chunk for chunk in plan.chunks if chunk.sample is not None]
+        for row, chunk in enumerate(drawn):
+            assert chunk.sample is not None
+            seen[chunk.request_id, chunk.sample.step] = rows[0][row].clone()
+        return result
+
+    monkeypatch.setattr(engine._runner._decoder, "logits", keep)
+    monkeypatch.setattr(engine._runner, "run", watched)
+    return seen
+
+
+def assert_same_logits(ours: tuple[Logits, Request], theirs: tuple[Logits, Request]) -> None:
+    """Bit for bit, at every token of a request."""
+    (left, one), (right, other) = ours, theirs
+    for step in range(one.sampling.max_tokens):
+        assert torch.equal(left[one.request_id, step], right[other.request_id, step]), (one.adapter, step)
+
+
 def drain(engine: Engine) -> dict[str, RequestOutput]:
     """Steps until nothing is left; the last output of each request."""
     last: dict[str, RequestOutput] = {}
@@ -66,11 +99,17 @@ def assert_nothing_held(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_mixed_batch_gives_each_request_the_tokens_of_its_solo_run(
-    make_engine: MakeEngine, lora_folder: Folder, prompt_folder: Folder, seed: int, temperature: float
+def test_a_mixed_batch_gives_each_request_bit_for_bit_its_solo_run(
+    make_engine: MakeEngine,
+    lora_folder: Folder,
+    prompt_folder: Folder,
+    seed: int,
+    temperature: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, rng = make_engine(), random.Random(seed)
     names = add_all(engine, lora_folder, prompt_folder, seed)
+    logits = record_logits(engine, monkeypatch)
     requests: list[Request] = []
     outputs: dict[str, RequestOutput] = {}
     for number in range(15):  # they join while others run, and leave at different steps
@@ -82,32 +121,52 @@ def test_a_mixed_batch_gives_each_request_the_tokens_of_its_solo_run(
         for _ in range(rng.randint(0, 3)):
             outputs |= {output.request_id: output for output in engine.step()}
     outputs |= drain(engine)
-    texts = set()
     for request in requests:
-        assert outputs[request.request_id].token_ids == solo(engine, request).token_ids, request.adapter
-        texts.add(outputs[request.request_id].token_ids)
-    assert len(texts) > 5
+        alone = Request(request.prompt, request.adapter, request.sampling)
+        (output,) = engine.generate([alone])
+        assert outputs[request.request_id].token_ids == output.token_ids, request.adapter
+        assert_same_logits((logits, request), (logits, alone))
+    assert len({output.token_ids for output in outputs.values()}) > 5
     assert_nothing_held(engine)
 
 
-def test_requests_without_an_adapter_are_the_same_in_an_engine_with_adapters(
-    make_engine: MakeEngine, lora_folder: Folder, prompt_folder: Folder, seed: int
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_requests_without_an_adapter_are_bit_for_bit_the_same_in_an_engine_with_adapters(
+    make_engine: MakeEngine,
+    lora_folder: Folder,
+    prompt_folder: Folder,
+    seed: int,
+    deterministic: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rng = random.Random(seed)
-    bare, full = make_engine(), make_engine()
+    bare, full = make_engine(deterministic=deterministic), make_engine(deterministic=deterministic)
     names = add_all(full, lora_folder, prompt_folder, seed)
     requests = [ask(random_prompt(rng), None, 30, temperature=1.0, seed=n) for n in range(3)]
     neighbours = [ask(random_prompt(rng), name, 30) for name in names]
+    if not deterministic:  # the same batch, beside adapters that have answered already
+        list(full.generate(neighbours))
+        neighbours = []
+    left, right = record_logits(bare, monkeypatch), record_logits(full, monkeypatch)
     expected = {output.request_id: output for output in bare.generate(requests)}
     got = {output.request_id: output for output in full.generate([*requests, *neighbours])}
-    assert all(got[request.request_id] == expected[request.request_id] for request in requests)
+    for request in requests:
+        assert got[request.request_id] == expected[request.request_id]
+        assert_same_logits((left, request), (right, request))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kind", [None, "lora", "prompt", "prompt-whole-pages"])
 def test_generation_equals_a_teacher_forced_forward_in_transformers(
-    make_engine: MakeEngine, base_folder: Path, lora_folder: Folder, prompt_folder: Folder, seed: int, kind: str | None
+    make_engine: MakeEngine,
+    base_folder: Path,
+    lora_folder: Folder,
+    prompt_folder: Folder,
+    seed: int,
+    kind: str | None,
+    deterministic: bool,
 ) -> None:
-    engine = make_engine(max_tokens_per_step=8)  # long prompts go in chunks
+    engine = make_engine(max_tokens_per_step=8, deterministic=deterministic)  # long prompts go in chunks
     model = AutoModelForCausalLM.from_pretrained(base_folder, dtype=torch.float32)
     if kind is not None:
         folder = {"lora": lora_folder, "prompt": prompt_folder}.get(kind, lambda s: prompt_folder(s, 32))(seed)
@@ -129,7 +188,7 @@ def test_adapters_that_hf_peft_wrote_generate_what_hf_peft_computes(
         else peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=7)
     )
     model = peft.get_peft_model(base, config)
-    model.save_pretrained(tmp_path / "peft")
+    model.save_pretrained(str(tmp_path / "peft"))
     engine = make_engine()
     engine.adapters.add("x", tmp_path / "peft")
     rng = random.Random(seed)
@@ -278,6 +337,22 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(
     assert_nothing_held(engine)
 
 
+def test_an_adapter_that_overflows_fails_its_own_request_and_spoils_no_page(
+    make_engine: MakeEngine, lora_folder: Folder, seed: int
+) -> None:
+    engine = make_engine(num_pages=6)
+    engine.adapters.add("huge", lora_folder(seed, r=4, alpha=1e38))
+    request = ask([5, 6, 7], None, 60)
+    expected = solo(engine, request).token_ids
+    huge, fine = ask(list(range(40)), "huge", 5), ask([5, 6, 7])
+    outputs = {output.request_id: output for output in engine.generate([huge, fine])}
+    assert outputs[huge.request_id].finish_reason == "error" and outputs[huge.request_id].token_ids == ()
+    assert "not finite" in (outputs[huge.request_id].error or "")
+    assert outputs[fine.request_id].token_ids == expected[:12]
+    assert solo(engine, request).token_ids == expected, "pages that held what is not finite are as good as new"
+    assert_nothing_held(engine)
+
+
 def test_a_prompt_adapter_that_cannot_be_computed_fails_its_request_only_and_is_tried_again(
     make_engine: MakeEngine, prompt_folder: Folder, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,7 +440,7 @@ def test_generate_runs_none_when_one_is_refused_and_aborts_when_closed(make_engi
     next(outputs)
     with pytest.raises(RunError, match="alone"):
         next(engine.generate([ask([1])]))
-    outputs.close()  # type: ignore[attr-defined]
+    outputs.close()
     assert not engine.has_work()
     assert_nothing_held(engine)
 
@@ -410,19 +485,20 @@ def test_any_mixture_of_joining_leaving_loading_and_removing_keeps_tokens_and_co
     make_engine: MakeEngine, lora_folder: Folder, prompt_folder: Folder, seed: int
 ) -> None:
     rng = random.Random(seed)
-    engine, oracle = make_engine(num_pages=14, max_requests=5), make_engine(max_adapters=8)
-    folders = [lora_folder(seed + n, r=rng.randint(1, 12)) for n in range(4)]
+    engine = make_engine(num_pages=14, max_requests=5, max_adapters=3, adapter_bytes=8 * 64 * 1024)
+    oracle = make_engine(max_adapters=8)
+    folders = [lora_folder(seed + n, r=rng.choice([1, 20, 40, 70])) for n in range(4)]  # one to three units a layer
     folders += [prompt_folder(seed + 10 + n, rng.randint(1, 40)) for n in range(3)]
     for number, folder in enumerate(folders):
         oracle.adapters.add(str(number), folder)
     known: dict[str, Request] = {}  # what the oracle is asked for each request
     last: dict[str, RequestOutput] = {}
-    for _ in range(220):
+    for _ in range(150):
         action = rng.choices(["request", "step", "abort", "add", "remove"], [4, 6, 1, 2, 1])[0]
         names = engine.adapters.names()
         if action == "request":
             name = rng.choice([*names, None])
-            request = ask(random_prompt(rng, 1, 30), name, rng.randint(1, 30), temperature=1.0, seed=rng.randrange(99))
+            request = ask(random_prompt(rng, 1, 30), name, rng.randint(1, 20), temperature=1.0, seed=rng.randrange(99))
             known[engine.add_request(request)] = Request(request.prompt, name and name[:1], request.sampling)
         elif action == "step":
             last |= {output.request_id: output for output in engine.step()}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -40,7 +41,7 @@ class LoadedAdapter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its weights in host memory."""
+        """Bytes that it takes: of adapter memory for a LoRA, of its embeddings for a prompt."""
         if self.lora is not None:
             return self.lora.nbytes
         return 0 if self.embeddings_VH is None else self.embeddings_VH.nbytes
@@ -49,13 +50,17 @@ class LoadedAdapter:
 class AdapterLoader:
     """Loads adapters for one base. Its threads touch no engine state."""
 
-    def __init__(self, base: BaseInfo, spec: ModelSpec, *, max_lora_bytes: int, max_virtual_tokens: int) -> None:
+    def __init__(
+        self, base: BaseInfo, spec: ModelSpec, *, dtype: torch.dtype, max_lora_bytes: int, max_virtual_tokens: int
+    ) -> None:
         """
-        max_lora_bytes: adapter memory; a LoRA that needs more can never be resident and is refused.
+        dtype: that of adapter memory.
+        max_lora_bytes: size of adapter memory; a LoRA that needs more can never be resident and is refused.
         max_virtual_tokens: virtual tokens that leave room for a prompt and an answer; more are refused.
         """
         self._base = base
         self._spec = spec
+        self._dtype = dtype
         self._shapes = module_shapes(AutoConfig.from_pretrained(base.path))
         self._max_lora_bytes = max_lora_bytes
         self._max_virtual_tokens = max_virtual_tokens
@@ -66,10 +71,6 @@ class AdapterLoader:
         """Starts to load a folder; the future raises AdapterError or its children for one that can't be served."""
         return self._worker.submit(self._load, Path(path))
 
-    def close(self) -> None:
-        """Ends the worker once the load it is at is done; loads that wait are cancelled."""
-        self._worker.shutdown(wait=True, cancel_futures=True)
-
     def _load(self, path: Path) -> LoadedAdapter:
         artifact = read_adapter(path, base=self._base)
         loaded = self._loaded.get(artifact.uid)
@@ -79,7 +80,8 @@ class AdapterLoader:
 
     def _pack(self, artifact: Artifact) -> LoadedAdapter:
         if isinstance(artifact.config, LoraConfig):
-            lora = pack_lora(artifact.tensors, artifact.config.resolve(self._shapes), self._spec)
+            sites = artifact.config.resolve(self._shapes)
+            lora = pack_lora(artifact.tensors, sites, self._spec, dtype=self._dtype)
             if lora.nbytes > self._max_lora_bytes:
                 raise AdapterError(
                     f"{artifact.path} needs {lora.nbytes} bytes of adapter memory, there are {self._max_lora_bytes}"
