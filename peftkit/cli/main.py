@@ -175,9 +175,13 @@ def _quiet_libraries(*, debug: bool) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads cost five times the CPU when cores are busy
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    logging.basicConfig(handlers=[_NoteHandler()], level=logging.WARNING if debug else logging.ERROR)
+    logging.basicConfig(
+        handlers=[_NoteHandler()], level=logging.WARNING if debug else logging.ERROR, format="%(message)s"
+    )
     for name in ("peftkit", "peftkit_serve", "peftkit_kernels"):
         logging.getLogger(name).setLevel(logging.DEBUG if debug else logging.INFO)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # a log file wants lines: ours are in `output`
     if not debug:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -191,7 +195,8 @@ class _NoteHandler(logging.Handler):
     """Log records as lines on stderr, above a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        output.note(self.format(record))
+        prefix = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        output.note(prefix + self.format(record))
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -22,9 +22,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from tqdm import tqdm
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 LINE_INTERVAL_S = 5.0
 """Least time between two progress lines when stderr is no terminal."""
@@ -79,6 +80,8 @@ def stream(text: str) -> None:
 
 def note(text: str) -> None:
     """Writes a line to stderr, above a progress bar if one is shown."""
+    from tqdm import tqdm
+
     tqdm.write(text, file=sys.stderr)
 
 
@@ -91,7 +94,7 @@ class Progress:
         self._figures: dict[str, float] = {}
         self._start = self._last_line = time.monotonic()
         self._bar = (
-            tqdm(desc=description, total=total, unit=unit, file=sys.stderr, leave=False)
+            tqdm(desc=description, total=total, unit=unit, file=sys.stderr, leave=False, disable=False)
             if sys.stderr.isatty()
             else None
         )
