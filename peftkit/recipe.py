@@ -196,7 +196,7 @@ def _line(detail: dict[str, Any], source: str, overridden: set[str]) -> str:
             return f"{where}: kind is missing"
         case "value_error":
             return f"{where}: {detail['ctx']['error']}"
-        case "model_type":
+        case "model_type" | "model_attributes_type" | "dict_type":
             return f"{where}: must be a mapping of keys to values, not {_shown(detail['input'])}"
         case _:
             message = detail["msg"].removeprefix("Input ")
@@ -229,14 +229,12 @@ def _methods() -> tuple[type[BaseModel], ...]:
 
 
 def _nearest(key: str, section: type[BaseModel] | None) -> str:
-    own = did_you_mean(key, section.model_fields if section else ())
-    if own:
-        return own
+    """The same key of another section, else the nearest of its own."""
     for name, field in Recipe.model_fields.items():
         part = field.annotation
         if isinstance(part, type) and issubclass(part, BaseModel) and key in part.model_fields:
             return f"; did you mean '{name}.{key}'?"
-    return ""
+    return did_you_mean(key, section.model_fields if section else ())
 
 
 def _shown(value: Any) -> str:

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from peftkit.artifact import write_files
-from peftkit.errors import RunError
+from peftkit.errors import InputError, RunError
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ FORMAT = 1
 KEPT = 2
 ADAPTER, OPTIMIZER, STATE, MANIFEST = "adapter.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 _NAME = re.compile(r"step-(\d+)")
+_FREE = {"out", "base", "data.train", "data.valid", "train.epochs", "train.max_steps", "train.save_every"}
+"""Recipe fields that a resumed run may change: where files lie (their content is compared) and how far to go."""
 
 
 @dataclass
@@ -134,6 +136,29 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
     return None
 
 
+def check_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any], total_steps: int) -> None:
+    """Raises InputError naming the first field in which a run differs from the one that wrote `checkpoint`."""
+    remedy = "put it back, or start anew with --overwrite"
+    saved, now = _flat(checkpoint.identity["recipe"]), _flat(identity["recipe"])
+    for field in sorted(saved.keys() | now.keys(), key=lambda field: (not field.endswith(".kind"), field)):
+        if field in _FREE or field.startswith("log."):
+            continue
+        if saved.get(field) != now.get(field):
+            raise InputError(
+                f"--resume: {field} is {now.get(field)!r} but the run began with {saved.get(field)!r}: {remedy}",
+                field=field,
+            )
+    for name, field in (("base", "base"), ("train", "data.train"), ("valid", "data.valid")):
+        if checkpoint.identity[name] != identity[name]:
+            raise InputError(f"--resume: {field} is not what the run began with: {remedy}", field=field)
+    if total_steps < checkpoint.total_steps:
+        raise InputError(
+            f"--resume: train.max_steps and train.epochs now give {total_steps} steps, the run began with "
+            f"{checkpoint.total_steps}: they may only grow",
+            field="train.max_steps",
+        )
+
+
 def restore(
     checkpoint: Checkpoint,
     *,
@@ -206,3 +231,13 @@ def _set_generators(states: Mapping[str, Any], device: torch.device) -> None:
     torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(torch.tensor(states["cuda"], dtype=torch.uint8), device)
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

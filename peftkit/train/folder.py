@@ -81,11 +81,11 @@ def versions() -> dict[str, str]:
 class MetricsLog:
     """Writes metrics.jsonl and, where its package is installed, TensorBoard's curves."""
 
-    def __init__(self, out: Path, *, tensorboard: bool, step: int) -> None:
-        """Goes on after `step`: lines of later steps, which a resumed run will write again, are dropped."""
+    def __init__(self, out: Path, *, tensorboard: bool, step: int = 0, evaluated: int = 0) -> None:
+        """Goes on after a step and an evaluation: later lines, which a resumed run will write again, are dropped."""
         self._path = out / METRICS
         with disk_errors(self._path):
-            kept = self._lines_upto(step)
+            kept = self._lines_upto({"train": step, "eval": evaluated})
             self._file = self._path.open("w", encoding="utf-8")
             self._file.writelines(kept)
             self._file.flush()
@@ -112,14 +112,16 @@ class MetricsLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _lines_upto(self, step: int) -> list[str]:
-        if step == 0 or not self._path.exists():
+    def _lines_upto(self, last: Mapping[str, int]) -> list[str]:
+        if not last["train"] or not self._path.exists():
             return []
         kept: list[str] = []
         for line in self._path.read_text(encoding="utf-8").splitlines(keepends=True):
-            if not line.endswith("\n") or json.loads(line)["step"] > step:
+            if not line.endswith("\n"):  # the run was killed while writing it
                 break
-            kept.append(line)
+            content = json.loads(line)
+            if content["step"] <= last[content["event"]]:
+                kept.append(line)
         return kept
 
 

@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 
 from peftkit.artifact import save_adapter
 from peftkit.data import Batch, Dataset, collate, plan_evaluation
-from peftkit.errors import InputError, RunError
+from peftkit.errors import RunError
 from peftkit.methods import attached
 from peftkit.recipe import Recipe
-from peftkit.train.checkpoint import Checkpoint, RunState, restore, save_checkpoint
+from peftkit.train.checkpoint import Checkpoint, RunState, check_same_run, restore, save_checkpoint
 from peftkit.train.folder import BEST, STATE, MetricsLog
 from peftkit.train.interrupt import Interrupted, StopOnInterrupt
 from peftkit.train.loss import token_loss_sum
@@ -269,40 +269,3 @@ class _LogWindow:
 
 def _best(state: RunState) -> str:
     return "none yet" if state.best_loss is None else f"{state.best_loss:.4f} at step {state.best_step}"
-
-
-_FREE = {"out", "base", "data.train", "data.valid", "train.epochs", "train.max_steps", "train.save_every"}
-"""Recipe fields that a resumed run may change: where files lie (their content is compared) and how far to go."""
-
-
-def check_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any], total_steps: int) -> None:
-    """Raises InputError naming the first field in which a run differs from the one that wrote `checkpoint`."""
-    remedy = "put it back, or start anew with --overwrite"
-    saved, now = _flat(checkpoint.identity["recipe"]), _flat(identity["recipe"])
-    for field in sorted(saved.keys() | now.keys(), key=lambda field: (not field.endswith(".kind"), field)):
-        if field in _FREE or field.startswith("log."):
-            continue
-        if saved.get(field) != now.get(field):
-            raise InputError(
-                f"--resume: {field} is {now.get(field)!r} but the run began with {saved.get(field)!r}: {remedy}",
-                field=field,
-            )
-    for name, field in (("base", "base"), ("train", "data.train"), ("valid", "data.valid")):
-        if checkpoint.identity[name] != identity[name]:
-            raise InputError(f"--resume: {field} is not what the run began with: {remedy}", field=field)
-    if total_steps < checkpoint.total_steps:
-        raise InputError(
-            f"--resume: train.max_steps and train.epochs now give {total_steps} steps, the run began with "
-            f"{checkpoint.total_steps}: they may only grow",
-            field="train.max_steps",
-        )
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in section.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat

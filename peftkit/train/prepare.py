@@ -96,7 +96,10 @@ def prepare(recipe: Recipe) -> Prepared:
         dtype=recipe.quant.compute_dtype,
         device=accelerator.device,
     )
-    attach(model, recipe.method, tokenizer=tokenizer, seed=recipe.train.seed)
+    try:
+        attach(model, recipe.method, tokenizer=tokenizer, seed=recipe.train.seed)
+    except InputError as error:  # its message begins with the method's field
+        raise RecipeError(f"method.{error}", field=f"method.{error.field}") from error
     assert any(parameter.requires_grad for parameter in model.parameters()), "an adapter has trainable parameters"
     _check_context(model, recipe, [train, *([valid] if valid else [])])
     if recipe.train.gradient_checkpointing:

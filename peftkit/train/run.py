@@ -85,7 +85,8 @@ def train(
     write_json(out / RUN, {"status": "unfinished", **facts})
     bar = _open(progress, trainer)
     try:
-        with MetricsLog(out, tensorboard=recipe.log.tensorboard, step=trainer.state.step) as log:
+        state = trainer.state
+        with MetricsLog(out, tensorboard=recipe.log.tensorboard, step=state.step, evaluated=state.evaluated) as log:
             trainer.run(log, bar)
     finally:
         bar.close()

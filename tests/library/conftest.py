@@ -52,6 +52,7 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=2,
+        initializer_range=0.2,
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)

@@ -1,0 +1,153 @@
+"""`peftkit train` from the outside: exit codes, one result on stdout, one line an error."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from peftkit.artifact import read_adapter
+from peftkit.cli.main import run
+from peftkit.recipe import Recipe
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def recipe(make_recipe: Callable[..., Recipe], tmp_path: Path) -> str:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(make_recipe().model_dump(mode="json", exclude_unset=True)))
+    return str(path)
+
+
+def answer(capsys: Capture, *argv: str) -> tuple[int, str, str]:
+    capsys.readouterr()
+    code = run(["train", *argv])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_a_run_ends_with_its_figures_and_the_adapters_folder(recipe: str, tmp_path: Path, capsys: Capture) -> None:
+    code, out, err = answer(capsys, recipe, "optim.lr=1e-3", "train.max_steps=3")
+    assert code == 0, err
+    assert out.splitlines()[0].startswith("3 steps in ")
+    assert out.splitlines()[-1] == f"adapter (last) in {tmp_path / 'run'}"
+    assert "train: 3/3 step" in err and "tokens_per_s" in err
+    record = read_adapter(tmp_path / "run").record
+    assert record["recipe"]["optim"]["lr"] == 1e-3
+
+
+def test_json_is_one_object_on_stdout(recipe: str, tmp_path: Path, capsys: Capture) -> None:
+    code, out, _ = answer(capsys, recipe, "--json")
+    summary = json.loads(out)
+    assert code == 0
+    assert summary["out"] == str(tmp_path / "run")
+    assert summary["steps"] == summary["total_steps"] == 6
+    assert summary["uid"] == read_adapter(tmp_path / "run").uid
+
+
+def test_a_dry_run_shows_parameters_memory_and_a_sample_with_its_loss_mask(
+    recipe: str, tmp_path: Path, capsys: Capture
+) -> None:
+    code, out, _ = answer(capsys, recipe, "--dry-run")
+    assert code == 0
+    assert "trainable 3,712" in out
+    for part in ("weights", "adapter", "optimizer", "activations", "logits", "total"):
+        assert f"\n  {part} " in out
+    row = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])
+    assert out.rstrip("\n").endswith(f"{row['prompt']}[[{row['completion']}<|im_end|>]]")
+    assert not (tmp_path / "run").exists()
+    code, out, _ = answer(capsys, recipe, "--dry-run", "--json")
+    plan = json.loads(out)
+    assert plan["trainable_parameters"] == 3712
+    assert plan["sample"][1] == {"text": f"{row['completion']}<|im_end|>", "trained": True}
+    assert sum(plan["memory"].values()) == plan["memory_total"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["optim.lrr=1"], "override optim.lrr=: unknown key; did you mean 'lr'?"),
+        (["base=nowhere/base"], "nowhere/base"),
+        (["data.train=nowhere.jsonl"], "nowhere.jsonl: can't read the data file: No such file or directory"),
+        (["method.targets=[q_prj]"], "method.targets: 'q_prj' matches no module of this model; did you mean 'q_proj'?"),
+    ],
+)
+def test_bad_input_is_exit_code_2_and_one_or_two_lines(
+    recipe: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = answer(capsys, recipe, *overrides)
+    assert (code, out) == (2, "")
+    lines = [line for line in err.splitlines() if line and "Loading weights" not in line]
+    assert len(lines) <= 2 and lines[0].startswith("peftkit: ") and message in lines[0]
+    assert not list((tmp_path / "run").rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a", "completion"', ":25: broken JSON at column 29"),
+        ('{"prompt": "a", "completion": ""}', ":25: completion is empty"),
+    ],
+)
+def test_a_bad_row_is_named_with_file_and_line(
+    recipe: str, tmp_path: Path, capsys: Capture, line: str, message: str
+) -> None:
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write(line)
+    code, _, err = answer(capsys, recipe)
+    assert code == 2
+    assert err.startswith(f"peftkit: {tmp_path / 'train.jsonl'}{message}")
+
+
+def test_a_missing_recipe_is_exit_code_2(tmp_path: Path, capsys: Capture) -> None:
+    code, _, err = answer(capsys, str(tmp_path / "nowhere.yaml"))
+    assert code == 2
+    assert "nowhere.yaml: can't read the recipe" in err
+
+
+def test_a_second_run_is_refused_then_overwritten(recipe: str, capsys: Capture) -> None:
+    assert answer(capsys, recipe)[0] == 0
+    code, _, err = answer(capsys, recipe)
+    assert code == 2 and "already holds a run" in err
+    assert answer(capsys, recipe, "--overwrite")[0] == 0
+
+
+def test_a_full_disk_is_exit_code_1(recipe: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr("peftkit.artifact.writer.os.fsync", full)
+    code, out, err = answer(capsys, recipe)
+    assert (code, out) == (1, "")
+    assert "no room on the disk" in err.splitlines()[-1]
+
+
+def test_ctrl_c_leaves_a_checkpoint_exits_130_and_resume_finishes(recipe: str, tmp_path: Path, capsys: Capture) -> None:
+    command = [sys.executable, "-m", "peftkit.cli.main", "train", recipe, "train.max_steps=150"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+        assert child.poll() is None, child.communicate()[1]
+        time.sleep(0.01)
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=60)
+    assert child.returncode == 130, err
+    assert out == ""
+    assert "Traceback" not in err
+    (checkpoint,) = (tmp_path / "run" / "state").iterdir()
+    step = int(checkpoint.name.removeprefix("step-"))
+    assert f"interrupted at step {step} of 150" in err
+    code, out, err = answer(capsys, recipe, f"train.max_steps={step + 1}", "--resume")
+    assert code == 2 and "they may only grow" in err
+    code, out, err = answer(capsys, recipe, "train.max_steps=150", "--resume")
+    assert code == 0 and out.startswith("150 steps in ")
+    assert f"train from step {step}: {150 - step}/{150 - step} step" in err

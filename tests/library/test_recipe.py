@@ -1,0 +1,204 @@
+"""Recipes: what is read, what is refused, and how each refusal names its place."""
+
+import ast
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+import peftkit.recipe
+from peftkit.errors import RecipeError
+from peftkit.methods import LoraConfig, PromptTuningConfig
+from peftkit.recipe import Recipe, load_recipe
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+
+DOCUMENTED = """
+base: smollm2-135m
+quant: {kind: nf4, double_quant: true, compute_dtype: auto}
+method: {kind: lora, r: 16, alpha: 32, dropout: 0.0, targets: all-linear, variant: plain}
+data: {train: path.jsonl, valid: path.jsonl, format: auto, max_length: 512, packing: auto}
+optim: {name: auto, lr: 2.0e-4, schedule: cosine, warmup: 0.03, weight_decay: 0.0, max_grad_norm: 1.0}
+train: {epochs: 1, batch_tokens: 8192, grad_accum: 1, seed: 0, gradient_checkpointing: true}
+eval: {every: 100, metric: loss, early_stop: null}
+log: {every: 10, tensorboard: true}
+out: runs/my-adapter
+"""
+
+
+def recipe_file(folder: Path, text: str) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refusal(folder: Path, text: str, *overrides: str) -> str:
+    path = recipe_file(folder, text)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, overrides)
+    return str(caught.value).replace(str(path), "recipe.yaml")
+
+
+def test_the_documented_recipe_is_read(tmp_path: Path) -> None:
+    recipe = load_recipe(recipe_file(tmp_path, DOCUMENTED))
+    assert recipe.method == LoraConfig(r=16, alpha=32)
+    assert recipe.train.gradient_checkpointing is True
+    assert recipe.optim.lr == 2e-4
+    assert recipe.out == "runs/my-adapter"
+
+
+def test_all_but_the_data_has_a_default(tmp_path: Path) -> None:
+    recipe = load_recipe(recipe_file(tmp_path, "data: {train: x.jsonl}"))
+    assert recipe.base == "smollm2-135m"
+    assert recipe.quant.kind == "nf4"
+    assert recipe.method == LoraConfig()
+    assert refusal(tmp_path, "base: b") == ("recipe.yaml: data.train is missing: name a JSONL file of training rows")
+    assert "data.train is missing" in refusal(tmp_path, "")
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_every_shipped_recipe_is_read_and_begins_with_its_command(path: Path) -> None:
+    assert path.read_text().startswith(f"# peftkit train recipes/{path.name}\n")
+    assert load_recipe(path).base == "smollm2-135m"
+
+
+def test_a_shipped_recipe_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe(f"recipes/{RECIPES[0].name}").base == "smollm2-135m"
+
+
+def test_every_field_has_a_default_and_a_docstring() -> None:
+    tree = ast.parse(inspect.getsource(peftkit.recipe))
+    sections = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+        and any(isinstance(base, ast.Name) and base.id == "_Section" for base in node.bases)
+    ]
+    assert len(sections) == 7
+    for section in sections:
+        for statement, following in zip(section.body, [*section.body[1:], None], strict=True):
+            if isinstance(statement, ast.AnnAssign):
+                assert isinstance(statement.target, ast.Name)
+                where = f"{section.name}.{statement.target.id}"
+                assert statement.value is not None, where
+                assert isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant), where
+                assert "\n" not in str(following.value.value), where
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("optim: {lrr: 1.0}", "recipe.yaml: optim.lrr: unknown key; did you mean 'lr'?"),
+        ("metod: {kind: lora}", "recipe.yaml: metod: unknown key; did you mean 'method'?"),
+        ("method: {kind: lora, rnk: 3}", "recipe.yaml: method.rnk: unknown key"),
+        ("method: {kind: lora, alhpa: 3}", "recipe.yaml: method.alhpa: unknown key; did you mean 'alpha'?"),
+        ("max_length: 9", "recipe.yaml: max_length: unknown key; did you mean 'data.max_length'?"),
+        ("lr: 0.1", "recipe.yaml: lr: unknown key; did you mean 'optim.lr'?"),
+        ("method: {kind: lorra}", "recipe.yaml: method: no method 'lorra'; did you mean 'lora'? (there are: lora,"),
+        ("method: {r: 8}", "recipe.yaml: method: kind is missing"),
+        ("method: [{kind: lora}, {kind: prompt}]", "recipe.yaml: method: must be a mapping of keys to values, not ["),
+        ("train: 3", "recipe.yaml: train: must be a mapping of keys to values, not 3"),
+        ("train: {epochs: two}", 'recipe.yaml: train.epochs: should be a valid integer, not "two"'),
+        ("train: {epochs: 1.5}", "recipe.yaml: train.epochs: should be a valid integer, not 1.5"),
+        ("train: {epochs: true}", "recipe.yaml: train.epochs: should be a valid integer, not true"),
+        ("train: {epochs: 0}", "recipe.yaml: train.epochs: should be greater than or equal to 1, not 0"),
+        ("optim: {lr: -1}", "recipe.yaml: optim.lr: should be greater than 0, not -1"),
+        ("optim: {lr: .nan}", "recipe.yaml: optim.lr: should be a finite number, not NaN"),
+        ("optim: {schedule: cosin}", "recipe.yaml: optim.schedule: should be 'constant', 'linear' or 'cosine'"),
+        ("optim: {betas: [0.9, 1.5]}", "recipe.yaml: optim: betas must lie between 0 and 1, not [0.9, 1.5]"),
+        ("data: {train: [a, b]}", 'recipe.yaml: data.train: should be a valid string, not ["a", "b"]'),
+        ("method: {kind: prompt, init: text}", "recipe.yaml: method: init: text needs init_text"),
+        ("runs: []", "recipe.yaml: runs: unknown key"),
+    ],
+)  # fmt: skip
+def test_a_wrong_key_or_value_is_one_line_with_file_and_dotted_key(tmp_path: Path, text: str, message: str) -> None:
+    assert refusal(tmp_path, text).splitlines()[0].startswith(message)
+
+
+def test_each_fault_has_its_own_line(tmp_path: Path) -> None:
+    text = refusal(tmp_path, "data: {train: x, fromat: chat}\noptim: {lr: fast}")
+    assert text.splitlines() == [
+        "recipe.yaml: data.fromat: unknown key; did you mean 'format'?",
+        'recipe.yaml: optim.lr: should be a valid number, not "fast"',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("base: b\noptim: {lr: 1\ntrain: {}\n", "recipe.yaml:3: not valid YAML"),
+        ("base: b\nbase: c\n", "recipe.yaml:2: not valid YAML: key 'base' is given twice"),
+        ("base: b\n3: c\n", "recipe.yaml:2: not valid YAML: key 3 is not a name"),
+        ("- a\n- b\n", "recipe.yaml: a recipe is a mapping of keys to values, not a list"),
+        ("base: !!python/object:os.system x\n", "recipe.yaml:1: not valid YAML"),
+    ],
+)
+def test_broken_yaml_is_named_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    assert refusal(tmp_path, text).startswith(message)
+
+
+def test_a_recipe_that_is_not_there_or_not_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"nowhere.yaml: can't read the recipe: No such file"):
+        load_recipe(tmp_path / "nowhere.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RecipeError, match=r"binary.yaml: not UTF-8"):
+        load_recipe(tmp_path / "binary.yaml")
+
+
+def test_overrides_take_yaml_values_and_come_before_the_file(tmp_path: Path) -> None:
+    path = recipe_file(tmp_path, "data: {train: x.jsonl}\noptim: {lr: 0.1}\n")
+    recipe = load_recipe(
+        path,
+        [
+            "optim.lr=1e-3",
+            "optim.betas=[0.8, 0.95]",
+            "data.valid=null",
+            "train.gradient_checkpointing=true",
+            "method={kind: prompt, num_virtual_tokens: 3}",
+            "out=runs/a=b",
+        ],
+    )
+    assert recipe.optim.lr == 1e-3
+    assert recipe.optim.betas == (0.8, 0.95)
+    assert recipe.data.valid is None
+    assert recipe.train.gradient_checkpointing is True
+    assert recipe.method == PromptTuningConfig(num_virtual_tokens=3)
+    assert recipe.out == "runs/a=b"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.lrr=1", "override optim.lrr=: unknown key; did you mean 'lr'?"),
+        ("train.epochs=many", 'override train.epochs=: should be a valid integer, not "many"'),
+        ("optim.lr", "override 'optim.lr': write it as key.path=value, as in optim.lr=1e-3"),
+        ("optim..lr=1", "override 'optim..lr=1': write it as key.path=value"),
+        ("base.name=x", "override 'base.name=x': base is \"b\", not a section"),
+        ("optim.lr=[1", "override 'optim.lr=[1':1: not valid YAML"),
+    ],
+)
+def test_a_wrong_override_is_named(tmp_path: Path, override: str, message: str) -> None:
+    assert refusal(tmp_path, "base: b\ndata: {train: x}", override).startswith(message)
+
+
+def test_data_lies_in_the_current_folder_or_else_beside_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    path = recipe_file(tmp_path / "there", "data: {train: a.jsonl, valid: 'example:sentiment/valid.jsonl'}")
+    (tmp_path / "there" / "a.jsonl").touch()
+    assert load_recipe(path).data.train == str(tmp_path / "there" / "a.jsonl")
+    assert load_recipe(path).data.valid == "example:sentiment/valid.jsonl"
+    (tmp_path / "here" / "a.jsonl").touch()
+    assert load_recipe(path).data.train == "a.jsonl"
+
+
+def test_a_recipe_survives_json(tmp_path: Path) -> None:
+    recipe = load_recipe(recipe_file(tmp_path, DOCUMENTED))
+    assert Recipe.model_validate_json(json.dumps(recipe.model_dump(mode="json"))) == recipe
+    assert isinstance(recipe.method, BaseModel)
