@@ -93,11 +93,11 @@ class Progress:
         self._done = 0
         self._figures: dict[str, float] = {}
         self._start = self._last_line = time.monotonic()
-        self._bar = (
-            tqdm(desc=description, total=total, unit=unit, file=sys.stderr, leave=False, disable=False)
-            if sys.stderr.isatty()
-            else None
-        )
+        self._bar: tqdm[Any] | None = None
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(desc=description, total=total, unit=unit, file=sys.stderr, leave=False, disable=False)
 
     def update(self, n: int = 1, **figures: float) -> None:
         """Counts `n` units as done; `figures` are shown beside the count (loss=2.31)."""
