@@ -93,11 +93,7 @@ class Progress:
         self._done = 0
         self._figures: dict[str, float] = {}
         self._start = self._last_line = time.monotonic()
-        self._bar: tqdm[Any] | None = None
-        if sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(desc=description, total=total, unit=unit, file=sys.stderr, leave=False, disable=False)
+        self._bar = _bar(description, total, unit) if sys.stderr.isatty() else None
 
     def update(self, n: int = 1, **figures: float) -> None:
         """Counts `n` units as done; `figures` are shown beside the count (loss=2.31)."""
@@ -134,6 +130,12 @@ class Progress:
 def progress(description: str, *, total: int | None = None, unit: str = "it") -> Progress:
     """Starts a progress display on stderr; use it as a context manager or close it."""
     return Progress(description, total, unit)
+
+
+def _bar(description: str, total: int | None, unit: str) -> "tqdm[Any]":
+    from tqdm import tqdm
+
+    return tqdm(desc=description, total=total, unit=unit, file=sys.stderr, leave=False, disable=False)
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
