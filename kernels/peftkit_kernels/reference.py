@@ -224,7 +224,7 @@ def nf4_dequantize(
         nibble = code[e // 2] >> 4 if e is even else code[e // 2] & 15
         w[e] = NF4[nibble] * scale                        (in float32, cast once)
     code_X: uint8, X = ⌈O·I / 2⌉. absmax_B: uint8. absmax_code: float32 (256,). absmax_scale: float32 (⌈B / 256⌉,).
-    absmax_offset: float32, no dimension. Returns w of `shape` (O, I) and `dtype`, bit for bit as bitsandbytes on a CPU.
+    absmax_offset: float32, no dimension. Returns w of `shape` (O, I) and `dtype`.
     """
     nibble = torch.stack((code_X >> 4, code_X & 15), dim=-1).flatten()
     value = torch.tensor(NF4, dtype=torch.float32, device=code_X.device)[nibble.int()]

@@ -17,7 +17,7 @@ from torch import Tensor
 from peftkit.base import Quant
 from peftkit.base.folder import weight_files
 from peftkit.errors import BaseModelError, did_you_mean
-from peftkit_kernels import nf4_dequantize, pack_linear
+from peftkit_kernels import pack_linear
 from peftkit_serve.models.spec import PROJECTIONS, ModelSpec
 
 
@@ -154,11 +154,10 @@ def _layer(reader: _Reader, spec: ModelSpec, index: int, quant: Quant, nf4: dict
     def matrix(*projections: str) -> Tensor:
         parts: list[Tensor] = []
         for projection in projections:
-            path, shape = f"{prefix}.{projection}", shapes[projection]
-            part = reader.take(f"{path}.weight", *shape)
+            path = f"{prefix}.{projection}"
+            part = reader.take(f"{path}.weight", *shapes[projection])
             if quant == "nf4":
-                nf4[path] = _quantize(part)
-                part = _dequantize(nf4[path], shape, part.dtype)
+                nf4[path], part = _quantize(part)
             parts.append(part)
         return pack_linear(parts[0] if len(parts) == 1 else torch.cat(parts))
 
@@ -195,18 +194,15 @@ def _head(reader: _Reader, spec: ModelSpec, embedding_VH: Tensor) -> Tensor:
     return embedding_VH if torch.equal(head_VH, embedding_VH) else head_VH
 
 
-def _quantize(weight_OI: Tensor) -> Nf4Weight:
-    from bitsandbytes.functional import quantize_4bit  # slow to import, and only NF4 bases need it
+def _quantize(weight_OI: Tensor) -> tuple[Nf4Weight, Tensor]:
+    """The quantised weight, and the weight that bitsandbytes makes of it in training and merging, bit for bit."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit  # slow to import, and only NF4 bases need it
 
     codes, state = quantize_4bit(weight_OI, blocksize=64, compress_statistics=True, quant_type="nf4")
     nested, offset = state.state2, state.offset
     assert nested is not None and offset is not None, "double quantisation was asked for"
-    return Nf4Weight(codes.flatten(), state.absmax, nested.code, nested.absmax, offset)
-
-
-def _dequantize(weight: Nf4Weight, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    tables = (weight.absmax_code, weight.absmax_scale, weight.absmax_offset)
-    return nf4_dequantize(weight.code_X, weight.absmax_B, *tables, shape, dtype)
+    quantised = Nf4Weight(codes.flatten(), state.absmax, nested.code, nested.absmax, offset)
+    return quantised, dequantize_4bit(codes, state)
 
 
 def _nbytes(tensor: Tensor) -> int:
