@@ -15,15 +15,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from peftkit.artifact import Artifact, read_adapter
-from peftkit.artifact.peft_format import to_peft
 from peftkit.artifact.reader import CONFIG_FILE, TENSOR_FILE
 from peftkit.base import BaseInfo, auto_device, auto_dtype, load_base, resolve_base
 from peftkit.base.folder import stored_tensors
-from peftkit.errors import RunError
+from peftkit.errors import RunError, UnsupportedError
 from peftkit.merge.equivalence import Equivalence, compare, logits_of, probe_texts, relative_limit
 from peftkit.merge.folder import check_room, check_target, folder_bytes, new_folder
 from peftkit.merge.model import merge_artifact, mergeable
-from peftkit.methods import attach, attached
+from peftkit.methods import BottleneckConfig, attach, attached
 
 logger = logging.getLogger(__name__)
 
@@ -123,12 +122,14 @@ def export_peft(adapter: str | Path, out: str | Path, *, base_name: str | None =
     """Writes an adapter as the plain HF PEFT folder `out` and returns it as read back.
 
     `base_name` is what the folder says its base is: a path or hub id that transformers opens; by default what the
-    adapter's own folder says. Raises AdapterError for a folder that can't be read, InputError when `out` is taken,
-    RunError when it can't be written.
+    adapter's own folder says. Raises AdapterError for a folder that can't be read, UnsupportedError for a method that
+    HF PEFT doesn't have, InputError when `out` is taken, RunError when it can't be written.
     """
     out = Path(out)
     artifact = read_adapter(adapter)
-    fields = to_peft(artifact.config, base_name or named_base(artifact), artifact.tensors)
+    if isinstance(artifact.config, BottleneckConfig):
+        raise UnsupportedError(f"{adapter}: HF PEFT has no bottleneck adapters, so it could not read the export")
+    fields = _peft_fields(artifact) | ({"base_model_name_or_path": base_name} if base_name else {})
     with new_folder(out) as staging:
         safetensors.torch.save_file(artifact.tensors, staging / TENSOR_FILE, metadata={"format": "pt"})
         (staging / CONFIG_FILE).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -139,14 +140,17 @@ def export_peft(adapter: str | Path, out: str | Path, *, base_name: str | None =
 
 def named_base(artifact: Artifact) -> str | None:
     """The base that an adapter's folder names, as it was called where the adapter was made."""
-    fields: dict[str, Any] = json.loads((artifact.path / CONFIG_FILE).read_text(encoding="utf-8"))
-    return fields.get("base_model_name_or_path")
+    return _peft_fields(artifact).get("base_model_name_or_path")
 
 
 def transformers_name(info: BaseInfo) -> str:
     """What transformers opens a base by: a hub id as it is, any other base by the folder it lies in."""
     is_hub_id = "/" in info.name and not Path(info.name).is_absolute()
     return info.name if is_hub_id else str(info.path)
+
+
+def _peft_fields(artifact: Artifact) -> dict[str, Any]:
+    return json.loads((artifact.path / CONFIG_FILE).read_text(encoding="utf-8"))
 
 
 def _load(info: BaseInfo, mode: Mode, artifact: Artifact) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -167,9 +171,8 @@ def _load(info: BaseInfo, mode: Mode, artifact: Artifact) -> tuple[PreTrainedMod
         model, tokenizer = load_base(
             info, dtype=torch.promote_types(stored_dtype(info), auto_dtype("auto", device)), device=device
         )
-    template = artifact.record.get("chat_template")
-    if template:
-        tokenizer.chat_template = template
+    if template := artifact.record.get("chat_template"):
+        tokenizer.chat_template = template["text"]
     return model, tokenizer
 
 

@@ -11,7 +11,7 @@ from peftkit.artifact import Artifact, read_adapter
 from peftkit.base import auto_dtype
 from peftkit.errors import InputError, UnsupportedError
 from peftkit.merge.delta import lora_updates, merged_weight
-from peftkit.methods import LoraConfig, attached
+from peftkit.methods import BottleneckConfig, LoraConfig, attached
 from peftkit.methods.method import linear_shapes
 
 _WRAPPED = ".base_layer."
@@ -54,9 +54,11 @@ def mergeable(artifact: Artifact) -> LoraConfig:
     """The config of an adapter that can be merged. Raises UnsupportedError that says what to do with another."""
     if isinstance(artifact.config, LoraConfig):
         return artifact.config
+    is_bottleneck = isinstance(artifact.config, BottleneckConfig)
+    reason = "its layers are not linear" if is_bottleneck else "its virtual tokens stand before the text"
     raise UnsupportedError(
-        f"{artifact.path}: prompt tuning puts virtual tokens before the text and can't be merged into weights; serve "
-        f"it unmerged: peftkit serve --base BASE --adapter NAME={artifact.path}"
+        f"{artifact.path}: a {artifact.config.kind} adapter can't be merged into weights, for {reason}; serve it "
+        f"unmerged: peftkit serve --base BASE --adapter NAME={artifact.path}"
     )
 
 

@@ -16,7 +16,7 @@ from peftkit.base import load_base, load_tokenizer, resolve_base
 from peftkit.chat import encode_completion
 from peftkit.errors import DataError
 from peftkit.evaluate import Answer, Example, Metric, max_answer_tokens, nll, read_examples, score
-from peftkit.methods import LoraConfig, PromptTuningConfig, attached
+from peftkit.methods import AnyConfig, BottleneckConfig, LoraConfig, PromptTuningConfig, PTuningV2Config, attached
 
 
 def example(reference: str, reference_ids: Sequence[int] = (1,)) -> Example:
@@ -161,10 +161,17 @@ def some_examples(count: int) -> list[Example]:
     return [Example(f"rows.jsonl:{i}", "", ids(1, 20), ids(1, 12)) for i in range(count)]
 
 
-@pytest.mark.parametrize("config", [None, LoraConfig(r=4), PromptTuningConfig(num_virtual_tokens=5)])
-def test_nll_is_that_of_transformers_loss_row_by_row(
-    config: LoraConfig | PromptTuningConfig | None, seed: int, tiny_base: Path
-) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [
+        None,
+        LoraConfig(r=4),
+        PromptTuningConfig(num_virtual_tokens=5),
+        PTuningV2Config(num_virtual_tokens=5),
+        BottleneckConfig(),
+    ],
+)
+def test_nll_is_that_of_transformers_loss_row_by_row(config: AnyConfig | None, seed: int, tiny_base: Path) -> None:
     model, _ = load_base(tiny_base)
     if config is not None:
         peftkit.attach(model, config, seed=seed)

@@ -1,5 +1,6 @@
 """Merging in memory: the merged weights against the sum written out, and the merged model against base and adapter."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,15 @@ from peftkit.artifact import Artifact, read_adapter, write_adapter
 from peftkit.base import Quant, load_base
 from peftkit.errors import BaseMismatchError, InputError, RunError, UnsupportedError
 from peftkit.merge.delta import Update, merged_weight
-from peftkit.methods import LoraConfig, PromptTuningConfig, attach, attached
+from peftkit.methods import (
+    AnyConfig,
+    BottleneckConfig,
+    LoraConfig,
+    PromptTuningConfig,
+    PTuningV2Config,
+    attach,
+    attached,
+)
 
 PLAIN = LoraConfig(r=4, alpha=8)
 RSLORA = LoraConfig(r=4, alpha=8, targets=["q_proj", "down_proj"], variant="rslora")
@@ -25,11 +34,19 @@ MakeAdapter = Callable[..., Path]
 
 
 @pytest.fixture
-def make_adapter(seed: int, tiny_base: Path, tmp_path: Path) -> MakeAdapter:
+def base(seed: int, tiny_base: Path, tmp_path: Path) -> Path:
+    """The tiny base with fresh weights of the usual spread."""
+    folder = shutil.copytree(tiny_base, tmp_path / "base")
+    LlamaForCausalLM(LlamaConfig.from_pretrained(folder, initializer_range=0.02)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def make_adapter(seed: int, base: Path, tmp_path: Path) -> MakeAdapter:
     """Saves a random adapter over the tiny base; its update is about as large as the weights."""
 
-    def make(config: LoraConfig | PromptTuningConfig, *, quant: Quant = "none", name: str = "adapter") -> Path:
-        model, _ = load_base(tiny_base, quant=quant)
+    def make(config: AnyConfig, *, quant: Quant = "none", name: str = "adapter") -> Path:
+        model, _ = load_base(base, quant=quant)
         attach(model, config, seed=seed)
         for parameter in attached(model)[0].parameters().values():
             torch.nn.init.normal_(parameter, std=0.05)
@@ -60,11 +77,9 @@ def manual_update(artifact: Artifact, path: str, scale: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("quant", ["none", "nf4"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_merged_model_gives_the_adapters_logits(
-    name: str, quant: Quant, tiny_base: Path, make_adapter: MakeAdapter
-) -> None:
+def test_merged_model_gives_the_adapters_logits(name: str, quant: Quant, base: Path, make_adapter: MakeAdapter) -> None:
     adapter = make_adapter(CONFIGS[name], quant=quant)
-    model, _ = load_base(tiny_base, quant=quant)
+    model, _ = load_base(base, quant=quant)
     ids = some_ids()
     merged = peftkit.merge(model, [adapter])
     rounded = peftkit.merge(model, [adapter], dtype="bfloat16").float()
@@ -76,9 +91,9 @@ def test_merged_model_gives_the_adapters_logits(
     assert relative(coarse, wanted) < 1e-2
 
 
-def test_greedy_generation_is_that_of_base_and_adapter(tiny_base: Path, make_adapter: MakeAdapter) -> None:
+def test_greedy_generation_is_that_of_base_and_adapter(base: Path, make_adapter: MakeAdapter) -> None:
     adapter = make_adapter(PLAIN, quant="nf4")
-    model, _ = load_base(tiny_base, quant="nf4")
+    model, _ = load_base(base, quant="nf4")
     merged = peftkit.merge(model, [adapter])
     peftkit.load_adapter(model, adapter)
     ids = torch.randint(3, 259, (1, 12))
@@ -88,12 +103,12 @@ def test_greedy_generation_is_that_of_base_and_adapter(tiny_base: Path, make_ada
 
 @pytest.mark.parametrize("double_quant", [True, False])
 def test_nf4_weights_are_those_that_training_multiplied_by_plus_the_update(
-    double_quant: bool, tiny_base: Path, make_adapter: MakeAdapter
+    double_quant: bool, base: Path, make_adapter: MakeAdapter
 ) -> None:
     artifact = read_adapter(make_adapter(LoraConfig(r=4, alpha=8, targets=["q_proj"]), quant="nf4"))
-    model, _ = load_base(tiny_base, quant="nf4", double_quant=double_quant)
+    model, _ = load_base(base, quant="nf4", double_quant=double_quant)
     merged = peftkit.merge(model, [artifact.path])
-    stored = load_file(tiny_base / "model.safetensors")
+    stored = load_file(base / "model.safetensors")
     for path, module in model.named_modules():
         if not isinstance(module, bnb.nn.Linear4bit):
             continue
@@ -108,18 +123,18 @@ def test_nf4_weights_are_those_that_training_multiplied_by_plus_the_update(
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_targeted_weight_changes_and_no_other(name: str, tiny_base: Path, make_adapter: MakeAdapter) -> None:
+def test_every_targeted_weight_changes_and_no_other(name: str, base: Path, make_adapter: MakeAdapter) -> None:
     artifact = read_adapter(make_adapter(CONFIGS[name]))
-    model, _ = load_base(tiny_base)
+    model, _ = load_base(base)
     merged = dict(peftkit.merge(model, [artifact.path]).named_parameters())
     changed = {path for path, weight in model.named_parameters() if not torch.equal(weight, merged[path])}
     targeted = {f"{key.split('base_model.model.')[1].split('.lora_')[0]}.weight" for key in artifact.tensors}
     assert changed == targeted and len(changed) == len(artifact.tensors) // 2
 
 
-def test_ranks_and_strengths_of_patterns_reach_their_layers(tiny_base: Path, make_adapter: MakeAdapter) -> None:
+def test_ranks_and_strengths_of_patterns_reach_their_layers(base: Path, make_adapter: MakeAdapter) -> None:
     artifact = read_adapter(make_adapter(PATTERNS))
-    model, _ = load_base(tiny_base)
+    model, _ = load_base(base)
     merged = peftkit.merge(model, [artifact.path])
     scales = {"layers.0.self_attn.k_proj": 8 / 2, "layers.1.self_attn.v_proj": 3 / 4, "layers.1.mlp.up_proj": 8 / 4}
     for end, scale in scales.items():
@@ -140,9 +155,9 @@ def test_the_sum_is_rounded_once(seed: int) -> None:
     assert (merged.double() - exact).norm() <= (twice.double() - exact).norm()
 
 
-def test_result_is_a_plain_model_and_the_base_is_as_it_was(tiny_base: Path, make_adapter: MakeAdapter) -> None:
+def test_result_is_a_plain_model_and_the_base_is_as_it_was(base: Path, make_adapter: MakeAdapter) -> None:
     adapter = make_adapter(PLAIN, quant="nf4")
-    model, _ = load_base(tiny_base, quant="nf4")
+    model, _ = load_base(base, quant="nf4")
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     merged = peftkit.merge(model, [adapter])
     assert type(merged) is LlamaForCausalLM and not merged.training
@@ -155,9 +170,9 @@ def test_result_is_a_plain_model_and_the_base_is_as_it_was(tiny_base: Path, make
     assert not shared, "training the result must not move the base"
 
 
-def test_attached_adapters_take_no_part_and_stay(tiny_base: Path, make_adapter: MakeAdapter) -> None:
+def test_attached_adapters_take_no_part_and_stay(base: Path, make_adapter: MakeAdapter) -> None:
     adapter = make_adapter(PLAIN)
-    model, _ = load_base(tiny_base)
+    model, _ = load_base(base)
     alone = peftkit.merge(model, [adapter]).state_dict()
     for other in (make_adapter(RSLORA, name="other"), make_adapter(PromptTuningConfig(num_virtual_tokens=3), name="p")):
         peftkit.load_adapter(model, other)
@@ -166,23 +181,30 @@ def test_attached_adapters_take_no_part_and_stay(tiny_base: Path, make_adapter: 
     assert len(attached(model)) == 2
 
 
-def test_other_than_one_adapter_is_refused(tiny_base: Path, make_adapter: MakeAdapter) -> None:
-    model, _ = load_base(tiny_base)
+def test_other_than_one_adapter_is_refused(base: Path, make_adapter: MakeAdapter) -> None:
+    model, _ = load_base(base)
     adapter = make_adapter(PLAIN)
     for adapters in ([], [adapter, adapter]):
         with pytest.raises(InputError, match=f"{len(adapters)} adapters are given: one is merged at a time"):
             peftkit.merge(model, adapters)
 
 
-def test_prompt_tuning_is_refused_with_what_to_do_instead(tiny_base: Path, make_adapter: MakeAdapter) -> None:
-    model, _ = load_base(tiny_base)
-    with pytest.raises(UnsupportedError, match=r"can't be merged into weights; serve it unmerged: peftkit serve"):
-        peftkit.merge(model, [make_adapter(PromptTuningConfig(num_virtual_tokens=3))])
+@pytest.mark.parametrize(
+    "config", [PromptTuningConfig(num_virtual_tokens=3), PTuningV2Config(num_virtual_tokens=3), BottleneckConfig()]
+)
+def test_what_no_weight_can_hold_is_refused_with_what_to_do_instead(
+    config: AnyConfig, base: Path, make_adapter: MakeAdapter
+) -> None:
+    model, _ = load_base(base)
+    with pytest.raises(
+        UnsupportedError, match=rf"a {config.kind} adapter can't be .*; serve it unmerged: peftkit serve"
+    ):
+        peftkit.merge(model, [make_adapter(config)])
 
 
-def test_an_adapter_for_another_base_is_refused(tiny_base: Path, make_adapter: MakeAdapter, tmp_path: Path) -> None:
+def test_an_adapter_for_another_base_is_refused(base: Path, make_adapter: MakeAdapter, tmp_path: Path) -> None:
     artifact = read_adapter(make_adapter(PLAIN))
-    model, _ = load_base(tiny_base)
+    model, _ = load_base(base)
     fingerprint = {**artifact.record["base"]["fingerprint"], "tokenizer": "0" * 64}
     record = {"base": {"id": "another", "fingerprint": fingerprint}}
     other = write_adapter(tmp_path / "other", artifact.config, artifact.tensors, record)
@@ -197,9 +219,9 @@ def test_values_too_large_for_float16_are_an_error_that_names_the_weight() -> No
     assert torch.isfinite(merged_weight("layer", weight, None, torch.bfloat16)).all()
 
 
-def test_nf4_weights_that_a_forward_pass_repacked_are_refused(tiny_base: Path, make_adapter: MakeAdapter) -> None:
+def test_nf4_weights_that_a_forward_pass_repacked_are_refused(base: Path, make_adapter: MakeAdapter) -> None:
     adapter = make_adapter(PLAIN, quant="nf4")
-    model, _ = load_base(tiny_base, quant="nf4")
+    model, _ = load_base(base, quant="nf4")
     model.get_submodule("model.layers.0.mlp.up_proj").weight.quant_state.packing_format_for_cpu = True
     with pytest.raises(InputError, match="load the base afresh"):
         peftkit.merge(model, [adapter])

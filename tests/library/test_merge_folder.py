@@ -1,4 +1,4 @@
-"""The merged model and the exported adapter on disk: what is in the folder, the proof, and that no half of it is left."""
+"""Merged models and exported adapters on disk: what is in the folder, the proof, and that no half of it is left."""
 
 import errno
 import json
@@ -20,7 +20,15 @@ from peftkit.base import Quant, load_base, resolve_base
 from peftkit.errors import InputError, RunError, UnsupportedError
 from peftkit.merge import export, export_peft, merge_to_folder, named_base, transformers_name
 from peftkit.merge.equivalence import compare, logits_of, probe_texts, relative_limit
-from peftkit.methods import LoraConfig, PromptTuningConfig, attach, attached
+from peftkit.methods import (
+    AnyConfig,
+    BottleneckConfig,
+    LoraConfig,
+    PromptTuningConfig,
+    PTuningV2Config,
+    attach,
+    attached,
+)
 
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
 MakeAdapter = Callable[..., Path]
@@ -30,7 +38,7 @@ MakeAdapter = Callable[..., Path]
 def make_adapter(seed: int, tiny_base: Path, tmp_path: Path) -> MakeAdapter:
     """Saves a random adapter over the tiny base."""
 
-    def make(config: LoraConfig | PromptTuningConfig, *, quant: Quant = "none", **record: Any) -> Path:
+    def make(config: AnyConfig, *, quant: Quant = "none", **record: Any) -> Path:
         model, _ = load_base(tiny_base, quant=quant)
         attach(model, config, seed=seed)
         for parameter in attached(model)[0].parameters().values():
@@ -91,7 +99,7 @@ def test_the_report_beside_the_model_names_mode_adapter_base_and_figures(
 
 
 def test_the_adapters_chat_template_travels(tiny_base: Path, make_adapter: MakeAdapter, tmp_path: Path) -> None:
-    adapter = make_adapter(LoraConfig(r=2), chat_template=TEMPLATE)
+    adapter = make_adapter(LoraConfig(r=2), chat_template={"text": TEMPLATE, "sha256": ""})
     merge_to_folder(adapter, tmp_path / "out", tiny_base, verify=False)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.chat_template == TEMPLATE
@@ -240,6 +248,7 @@ CONFIGS = {
     "rslora": LoraConfig(r=4, alpha=8, targets=["q_proj", "down_proj"], variant="rslora"),
     "patterns": LoraConfig(r=4, alpha=8, rank_pattern={"k_proj": 2}, alpha_pattern={"layers.1.self_attn.v_proj": 3}),
     "prompt": PromptTuningConfig(num_virtual_tokens=5),
+    "ptuning_v2": PTuningV2Config(num_virtual_tokens=5),
 }
 
 
@@ -266,6 +275,12 @@ def test_an_export_names_the_base_it_is_told_or_the_recorded_one(
     kept, given = export_peft(adapter, tmp_path / "a"), export_peft(adapter, tmp_path / "b", base_name="org/model")
     assert (named_base(kept), named_base(given)) == (str(tiny_base), "org/model")
     assert transformers_name(resolve_base(tiny_base)) == str(tiny_base)
+
+
+def test_what_peft_does_not_have_is_not_exported(make_adapter: MakeAdapter, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="HF PEFT has no bottleneck adapters"):
+        export_peft(make_adapter(BottleneckConfig()), tmp_path / "out")
+    assert left_in(tmp_path) == {"adapter"}
 
 
 def test_an_export_that_fails_leaves_nothing(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
