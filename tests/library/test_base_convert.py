@@ -19,7 +19,7 @@ from peftkit.chat import render_chat
 from peftkit.errors import BaseModelError, RunError
 
 CONFIG = LlamaConfig(
-    vocab_size=260,
+    vocab_size=261,
     hidden_size=32,
     intermediate_size=48,
     num_hidden_layers=2,
@@ -65,11 +65,11 @@ def write_gguf(path: Path, model: LlamaForCausalLM, *, architecture: str = "llam
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(config.vocab_size)
-    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "he"]
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "ll"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
-    writer.add_token_merges(["h e"])
+    writer.add_token_merges(["h e", "l l"])
     writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(tokens) - 3))
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
@@ -117,7 +117,7 @@ def test_the_converted_base_gives_the_logits_of_the_model_that_was_written(file,
     ids = torch.randint(0, CONFIG.vocab_size, (2, 11))
     with torch.no_grad():
         assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
-    assert tokenizer.encode("he<|im_end|>") == [259, 2]
+    assert tokenizer.encode("hell<|im_end|>") == [259, 260, 2]
     assert tokenizer.model_max_length == CONFIG.max_position_embeddings
 
 
