@@ -1,5 +1,6 @@
 """GGUF → a folder of the HF layout in fp32, made once, checked each time, and made again when damaged."""
 
+import glob
 import json
 import logging
 import os
@@ -75,7 +76,7 @@ def convert(source: Source, target: Path) -> Path:
 def _replace(source: Source, target: Path) -> None:
     if target.exists():
         logger.info("%s is damaged and is made again", target)
-    for left in target.parent.glob(f".{target.name}.*"):  # of a conversion that was killed
+    for left in target.parent.glob(f".{glob.escape(target.name)}.*"):  # of a conversion that was killed
         shutil.rmtree(left)
     _check_room(target.parent, _needed_bytes(source.path))
     logger.info("converting %s once; it is kept in %s", source.path.name, target)

@@ -162,7 +162,8 @@ def _hub(repo: str) -> Path:
     except BaseModelError as error:
         fault_of_copy = error
     try:
-        return Path(huggingface_hub.snapshot_download(repo, allow_patterns=_HUB_FILES))
+        # the plain tqdm shows this bar though the command line keeps the hub's other ones quiet
+        return Path(huggingface_hub.snapshot_download(repo, allow_patterns=_HUB_FILES, tqdm_class=tqdm))
     except RepositoryNotFoundError:
         fault = "the hub has no such repository, or it is private"
     except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
