@@ -1,6 +1,5 @@
 """`peftkit serve`: one base and its adapters over HTTP, until SIGTERM or Ctrl-C."""
 
-import json
 import logging
 import re
 from pathlib import Path
@@ -44,7 +43,7 @@ def command(
     folders = [] if adapters is None else _adapter_folders(adapters)
 
     from peftkit_serve import AsyncEngine, Engine
-    from peftkit_serve.http import bind, create_app, serve, url_of
+    from peftkit_serve.http import bind, create_app, serve, url_of, write_json_lines
 
     with bind(host, port, any_client=no_auth) as listener:
         engine = Engine(base, quant=quant, deterministic=deterministic)
@@ -54,6 +53,7 @@ def command(
         app = create_app(AsyncEngine(engine), served_name=served_name)
         models, url = [served_name, *sorted(engine.adapters.names())], url_of(listener)
         line = f"peftkit serves {', '.join(models)} at {url} (Ctrl-C stops it)"
+        write_json_lines()
         serve(app, listener, lambda: output.emit({"url": url, "models": models}, line))
 
 
@@ -98,7 +98,7 @@ def _add_found(engine: "Engine", served_name: str, folders: list[Path]) -> None:
         try:
             _add(engine, served_name, folder.name, folder)
         except InputError as error:
-            logger.warning(json.dumps({"adapter_refused": folder.name, "reason": str(error)}, ensure_ascii=False))
+            logger.warning("adapter '%s' is refused: %s", folder.name, error)
 
 
 def _add(engine: "Engine", served_name: str, name: str, path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,8 @@ import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+
+from peftkit_serve.http.logs import JsonLines
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 
@@ -152,8 +155,8 @@ def test_an_unexpected_exception_is_500_without_traceback_and_logged_without_its
         assert answer.status_code == 500 and answer.headers["x-request-id"] == "req-1"
         assert answer.json()["error"]["type"] == "server_error" and "secret" not in answer.text
         assert "Traceback" not in answer.text and ".py" not in answer.text
-    logged = [json.loads(record.message) for record in caplog.records if record.levelno >= logging.ERROR]
-    assert [(line["request_id"], line["unexpected"]) for line in logged] == [("req-1", "KeyError")]
+    logged: list[Any] = [record.msg for record in caplog.records if record.levelno >= logging.ERROR]
+    assert [(line["request_id"], line["exception"]) for line in logged] == [("req-1", "KeyError")]
     assert any("openai.py" in frame for frame in logged[0]["traceback"])
     assert "secret" not in caplog.text
 
@@ -236,7 +239,7 @@ def test_a_request_is_one_line_of_log_that_holds_no_prompt(
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hidden"}], max_tokens=1)
         with pytest.raises(openai.BadRequestError):
             client.completions.create(model="red", prompt="hidden", max_tokens=3, extra_body={"hidden": "hidden"})
-    lines = [json.loads(record.message) for record in caplog.records if record.name == "peftkit_serve.http.guard"]
+    lines: list[Any] = [record.msg for record in caplog.records if record.name == "peftkit_serve.http.guard"]
     assert len(lines) == 3
     first = lines[0]
     assert first["path"] == "/v1/completions" and first["status"] == 200 and first["model"] == "red"
@@ -252,3 +255,21 @@ def test_every_answer_has_a_request_id_and_a_clean_one_is_taken_over(server: Any
     assert given("abc-1.2_3") == "abc-1.2_3"
     for bad in ("a b", "x" * 129, '{"a": 1}'):
         assert re.fullmatch("[0-9a-f]{32}", given(bad))
+
+
+def test_log_lines_are_json_without_the_messages_of_exceptions() -> None:
+    def line(message: object, *arguments: object, fails: bool = False) -> dict[str, Any]:
+        try:
+            raise ValueError("a secret prompt")
+        except ValueError:
+            caught = sys.exc_info() if fails else None
+        record = logging.LogRecord("some.logger", logging.WARNING, __file__, 1, message, arguments, caught)
+        text = JsonLines().format(record)
+        assert "\n" not in text
+        return json.loads(text)
+
+    assert line({"request_id": "r", "ms": 1.5}).items() >= {"request_id": "r", "ms": 1.5, "level": "warning"}.items()
+    assert line("%d of\n%s", 3, "it")["message"] == "3 of\nit"
+    failed = line("a step failed", fails=True)
+    assert failed["exception"] == "ValueError" and "secret" not in json.dumps(failed)
+    assert "test_operations.py" in failed["traceback"][0]

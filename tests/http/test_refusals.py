@@ -83,6 +83,7 @@ def test_a_chat_field_that_would_change_the_answer_is_refused_by_name(server: An
         ("top_p", 0),
         ("top_p", 1.5),
         ("top_k", -2),
+        ("top_k", 2**31),
         ("min_p", 2),
         ("seed", 2**63),
         ("seed", 1.5),

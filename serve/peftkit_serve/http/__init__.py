@@ -1,6 +1,7 @@
 """The HTTP service: the OpenAI API over an `AsyncEngine`."""
 
 from peftkit_serve.http.app import create_app
+from peftkit_serve.http.logs import write_json_lines
 from peftkit_serve.http.server import bind, serve, url_of
 
-__all__ = ["create_app", "bind", "serve", "url_of"]
+__all__ = ["create_app", "bind", "serve", "url_of", "write_json_lines"]

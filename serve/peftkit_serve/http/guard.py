@@ -1,14 +1,11 @@
 """The outermost layer around every request: an id, a bound on its body, the last resort for errors, one line of log.
 
-The log line is one JSON object of numbers and names, never of a client's text: no prompt, no answer, no header. The
-message of an unexpected exception may quote one of them, so only its type and place are logged.
+The log line is of numbers and names, never of a client's text: no prompt, no answer, no header.
 """
 
-import json
 import logging
 import re
 import time
-import traceback
 import uuid
 from typing import Any
 
@@ -16,6 +13,8 @@ from prometheus_client import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from peftkit_serve.http.errors import ApiError, internal
+from peftkit_serve.http.logs import fault
+from peftkit_serve.http.sse import CLIENT_GONE
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +25,7 @@ _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 
 def report(error: Exception, request_id: str) -> ApiError:
     """Logs a fault of ours, and returns what a client is told of it."""
-    frames = [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__)]
-    logger.error(json.dumps({"request_id": request_id, "unexpected": type(error).__name__, "traceback": frames}))
+    logger.error({"request_id": request_id, **fault(error)})
     return internal()
 
 
@@ -68,10 +66,11 @@ class Guard:
             if not status:  # else the answer has begun, and the server closes the connection on its missing end
                 await answer.response()(scope, receive, send_with_id)
         finally:
+            status = status or CLIENT_GONE
             self._answers.labels(getattr(scope.get("route"), "path", "unknown"), str(status)).inc()
             line = {"request_id": request_id, "method": scope["method"], "path": scope["path"], "status": status}
             line |= {"ms": round(1000 * (time.monotonic() - start), 1), **facts}
-            logger.log(logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO, json.dumps(line))
+            logger.log(logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO, line)
 
     def _bounded(self, receive: Receive, headers: dict[bytes, bytes]) -> Receive:
         """`receive` that refuses a body beyond the limit, before reading it where its length is declared."""

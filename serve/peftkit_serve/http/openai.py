@@ -31,7 +31,7 @@ from peftkit_serve.http.schemas import (
     Usage,
 )
 from peftkit_serve.http.service import Service
-from peftkit_serve.http.sse import DONE, EventStream, event, merge, while_connected
+from peftkit_serve.http.sse import CLIENT_GONE, DONE, EventStream, event, merge, while_connected
 from peftkit_serve.request import RequestOutput
 
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -44,8 +44,6 @@ _EVENTS: dict[int | str, dict[str, Any]] = {
         "description": "The answer; with `stream`, events with a chunk each, and `data: [DONE]` at the end.",
     }
 }
-_CLIENT_GONE = 499
-"""Status of an answer that nobody reads: seen in the log only."""
 
 Streams = Sequence[AsyncGenerator[RequestOutput, None]]
 
@@ -157,7 +155,7 @@ async def _answer(request: Request, body: Sampling, streams: Streams, form: Form
     try:
         outputs = await while_connected(_last_outputs(streams), request.receive)
     except ClientDisconnect:
-        return Response(status_code=_CLIENT_GONE)
+        return Response(status_code=CLIENT_GONE)
     return form.whole(head, outputs)
 
 

@@ -105,7 +105,7 @@ class Sampling(Body):
     """0 takes the most likely token."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
     """Keep the smallest set of most likely tokens whose probabilities sum to this."""
-    top_k: Annotated[int, Field(ge=-1)] | None = 0
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = 0
     """Keep this many most likely tokens; 0 or -1 keeps all."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
     """Drop tokens less likely than this share of the most likely one's probability."""

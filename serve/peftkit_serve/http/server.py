@@ -71,7 +71,14 @@ class _Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI, on_ready: Callable[[], None]) -> None:
         super().__init__(
-            uvicorn.Config(app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=5)
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=65,  # longer than clients and proxies keep an idle connection: they close it, not we
+                timeout_graceful_shutdown=5,
+            )
         )
         self._service: Service = app.state.service
         self._on_ready = on_ready

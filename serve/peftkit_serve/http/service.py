@@ -93,7 +93,7 @@ class Service:
         except PeftkitError:
             raise
         except Exception as error:  # a template is a program that came with the adapter: it may raise anything
-            logger.warning("the chat template of %s raised %s", model.name, type(error).__name__)
+            logger.warning({"model": model.name, "chat_template_failed": type(error).__name__})
             message = f"the chat template of {model.name!r} fails on these messages ({type(error).__name__})"
             raise ApiError(400, message, param="messages", code="invalid_value") from None
         return self._fitting(model, token_ids, "messages")

@@ -13,6 +13,8 @@ T = TypeVar("T")
 
 DONE = "data: [DONE]\n\n"
 """The last event of every stream."""
+CLIENT_GONE = 499
+"""Status of an answer that nobody reads: seen in logs and metrics only."""
 
 
 def event(data: str) -> str:
