@@ -14,7 +14,7 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from peftkit.base.cache import file_sha256
 from peftkit.base.convert import Source, convert, converted_dir, is_whole
