@@ -61,7 +61,7 @@ def test_one_line_when_ready_and_a_drain_on_sigterm(
         with openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client:
             assert [card.id for card in client.models.list()] == ready["models"]
             stream = client.completions.create(
-                model="red", prompt="a", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+                model="red", prompt="a", max_tokens=800, stream=True, extra_body={"ignore_eos": True}
             )
             first = next(iter(stream))
             process.send_signal(signal.SIGTERM)

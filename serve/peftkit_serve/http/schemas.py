@@ -121,6 +121,7 @@ class Sampling(Body):
     """Only with `stream`."""
 
     n: Annotated[int | None, only(1)] = 1
+    """Any value but the default would change the answer and is refused, as for the penalties and `logit_bias`."""
     presence_penalty: Annotated[float | None, only(0)] = 0
     frequency_penalty: Annotated[float | None, only(0)] = 0
     repetition_penalty: Annotated[float | None, only(1)] = 1
@@ -189,6 +190,7 @@ class CompletionRequest(Sampling):
     """Each prompt gets a choice with its index."""
 
     best_of: Annotated[int | None, only(1)] = None
+    """A value that would change the answer is refused, as for the fields below."""
     echo: Annotated[bool | None, only(False)] = False
     logprobs: Annotated[int | None, only()] = None
     suffix: Annotated[str | None, only("")] = None
@@ -245,6 +247,7 @@ class ChatRequest(Sampling):
     """Accepted without effect."""
 
     logprobs: Annotated[bool | None, only(False)] = False
+    """A value that would change the answer is refused, as for the fields below."""
     top_logprobs: Annotated[int | None, only(0)] = None
     response_format: Annotated[dict[str, Any] | None, only({"type": "text"})] = None
     tools: Annotated[list[Any] | None, only([])] = None

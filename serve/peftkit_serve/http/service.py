@@ -4,7 +4,7 @@ import copy
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ class Model:
     name: str
     adapter: str | None
     """None: the bare base."""
+    root: str
+    """The folder that the adapter was read from; the base's name."""
     room: int
     """Most tokens of prompt and answer together."""
     tokenizer: PreTrainedTokenizerBase
@@ -61,24 +63,27 @@ class Service:
         """The base by its name, an adapter by its own or by `base:name`. Raises 404 for any other name."""
         engine = self.engine.engine
         if name == self.served_name:
-            return Model(name, None, engine.room(), engine.tokenizer)
+            return Model(name, None, self.served_name, engine.room(), engine.tokenizer)
         adapter = name if name in engine.adapters.names() else name.removeprefix(f"{self.served_name}:")
         try:
-            record, room = engine.adapters.get(adapter).record, engine.room(adapter)
+            entry, room = engine.adapters.get(adapter), engine.room(adapter)
         except InputError:
             raise errors.model_not_found(name, self.names()) from None
-        return Model(name, adapter, room, _with_template(engine.tokenizer, record))
+        return Model(name, adapter, str(entry.path), room, _with_template(engine.tokenizer, entry.record))
 
     def cards(self) -> list[ModelCard]:
         """All names, the base first."""
-        return [self.card(name) for name in self.names()]
+        cards: list[ModelCard] = []
+        for name in self.names():
+            with suppress(ApiError):  # removed since it was listed
+                cards.append(self.card(name))
+        return cards
 
     def card(self, name: str) -> ModelCard:
         """How `/v1/models` shows a name. Raises 404 for an unknown one."""
         model = self.model(name)
-        root = self.served_name if model.adapter is None else str(self.engine.engine.adapters.get(model.adapter).path)
         parent = None if model.adapter is None else self.served_name
-        return ModelCard(id=name, created=self._created, root=root, parent=parent, max_model_len=model.room)
+        return ModelCard(id=name, created=self._created, root=model.root, parent=parent, max_model_len=model.room)
 
     async def chat_prompt(self, model: Model, messages: Sequence[dict[str, str]]) -> list[int]:
         """Token ids of a conversation up to the assistant's next message. Raises 400 naming `messages`."""
