@@ -16,6 +16,7 @@ for exact_match and accuracy, that of a mean for rouge_l, and the linearised one
 """
 
 import json
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ from peftkit.chat import end_of_turn
 from peftkit.data import ChatRow, Row, read_rows
 from peftkit.data.dataset import encode_row
 from peftkit.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 Metric = Literal["exact_match", "accuracy", "field_f1", "rouge_l", "nll"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
@@ -52,6 +55,8 @@ class Example:
     prompt_ids: tuple[int, ...]
     reference_ids: tuple[int, ...]
     """Without the end token."""
+    truncated: bool = False
+    """The prompt's beginning was cut away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +89,16 @@ def read_examples(
     Raises DataError with file and line.
     """
     rows = read_rows(resources.find(name), name=name)
-    return [_example(row, tokenizer, max_length) for row in islice(rows, limit)]
+    examples = [_example(row, tokenizer, max_length) for row in islice(rows, limit)]
+    if num_truncated := sum(example.truncated for example in examples):
+        logger.info(
+            "%s: %d of %d rows are longer than %d tokens: their prompts' beginnings are cut away",
+            name,
+            num_truncated,
+            len(examples),
+            max_length,
+        )
+    return examples
 
 
 def max_answer_tokens(examples: Sequence[Example], metrics: Iterable[Metric]) -> list[int]:
@@ -134,7 +148,7 @@ def _example(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) -> E
     if reference_ids[-1] == end_of_turn(tokenizer):
         reference_ids.pop()
     reference = row.messages[-1]["content"] if isinstance(row, ChatRow) else row.completion
-    return Example(row.where, reference, tuple(ids[:start]), tuple(reference_ids))
+    return Example(row.where, reference, tuple(ids[:start]), tuple(reference_ids), sample.truncated)
 
 
 def _ratio(metric: Metric, terms: Sequence[tuple[float, float]]) -> Score:

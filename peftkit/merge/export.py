@@ -143,10 +143,14 @@ def named_base(artifact: Artifact) -> str | None:
     return _peft_fields(artifact).get("base_model_name_or_path")
 
 
-def transformers_name(info: BaseInfo) -> str:
-    """What transformers opens a base by: a hub id as it is, any other base by the folder it lies in."""
-    is_hub_id = "/" in info.name and not Path(info.name).is_absolute()
-    return info.name if is_hub_id else str(info.path)
+def transformers_name(base: str) -> str:
+    """What transformers opens a base by: a hub id as it is, any other base by the folder it lies in on this machine.
+
+    Raises BaseModelError for one that isn't here.
+    """
+    path = Path(base)
+    is_hub_id = "/" in base and not path.is_absolute() and not path.exists()
+    return base if is_hub_id else str(resolve_base(base).path)
 
 
 def _peft_fields(artifact: Artifact) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import peftkit
 from peftkit.base import Quant, load_base, resolve_base
-from peftkit.errors import InputError, RunError, UnsupportedError
+from peftkit.errors import BaseModelError, InputError, RunError, UnsupportedError
 from peftkit.merge import export, export_peft, merge_to_folder, named_base, transformers_name
 from peftkit.merge.equivalence import compare, logits_of, probe_texts, relative_limit
 from peftkit.methods import (
@@ -274,7 +274,10 @@ def test_an_export_names_the_base_it_is_told_or_the_recorded_one(
 ) -> None:
     kept, given = export_peft(adapter, tmp_path / "a"), export_peft(adapter, tmp_path / "b", base_name="org/model")
     assert (named_base(kept), named_base(given)) == (str(tiny_base), "org/model")
-    assert transformers_name(resolve_base(tiny_base)) == str(tiny_base)
+    assert transformers_name(str(tiny_base)) == str(tiny_base)
+    assert transformers_name("org/model") == "org/model"
+    with pytest.raises(BaseModelError):
+        transformers_name("/not/here")
 
 
 def test_what_peft_does_not_have_is_not_exported(make_adapter: MakeAdapter, tmp_path: Path) -> None:

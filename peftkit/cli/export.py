@@ -1,0 +1,43 @@
+"""`peftkit export`: the adapter alone, in another program's format."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from peftkit import resources
+from peftkit.cli import output
+from peftkit.cli.chosen import base_named_by
+from peftkit.errors import BaseModelError
+
+
+def command(
+    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="The adapter's folder.")],
+    out: Annotated[Path, typer.Option(metavar="PATH", help="The new folder.")],
+    format: Annotated[Literal["peft"], typer.Option(help="peft: a folder for HF PEFT and vLLM.")] = "peft",
+    base_name: Annotated[
+        str | None,
+        typer.Option(help="What the export calls its base: a hub id or path; by default where the base lies here."),
+    ] = None,
+) -> None:
+    """Write an adapter in another program's format."""
+    from peftkit.artifact import read_adapter
+    from peftkit.merge import export_peft
+
+    folder = resources.find(adapter)
+    name = base_name or _found_here(base_named_by(read_adapter(folder)))
+    exported = export_peft(folder, out, base_name=name)
+    result = {"out": out, "format": format, "base_name": name, "uid": exported.uid, "kind": exported.config.kind}
+    output.emit(result, f"{exported.config.kind} adapter written to {out} for HF PEFT, on base {name}")
+
+
+def _found_here(base: str) -> str:
+    """What transformers opens the recorded base by on this machine."""
+    from peftkit.merge import transformers_name
+
+    try:
+        return transformers_name(base)
+    except BaseModelError as error:
+        raise BaseModelError(
+            f"{error}\nor say what the export is to call its base: --base-name", field="base"
+        ) from error
