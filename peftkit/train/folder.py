@@ -29,26 +29,33 @@ RUN, METRICS, TENSORBOARD, STATE, BEST, LAST = "run.json", "metrics.jsonl", "ten
 _ENTRIES = (CONFIG_FILE, TENSOR_FILE, RECORD_FILE, RUN, METRICS, TENSORBOARD, STATE, BEST, LAST)
 
 
-def claim(out: Path, *, resume: bool, overwrite: bool) -> None:
-    """Makes `out` ready for a run. Raises InputError when it holds one already and neither flag says what to do."""
+def check(out: Path, *, resume: bool, overwrite: bool) -> None:
+    """Raises InputError when `out` holds a run or an adapter already and neither flag says what to do with it."""
     if resume and overwrite:
         raise InputError("--resume goes on with a run and --overwrite removes it: give one of the two")
     if out.exists() and not out.is_dir():
         raise InputError(f"out: {out} is a file, not a folder", field="out")
-    held = [out / name for name in _ENTRIES if (out / name).exists()]
-    if held and not (resume or overwrite):
+    if _held(out) and not (resume or overwrite):
         raise InputError(
             f"out: {out} already holds a run or an adapter: --resume goes on with it, --overwrite replaces it, "
             "out=FOLDER puts this one elsewhere",
             field="out",
         )
+
+
+def claim(out: Path, *, overwrite: bool) -> None:
+    """Makes `out` and, with `overwrite`, removes the run that it holds, and nothing else. Raises RunError."""
     with disk_errors(out):
-        if overwrite:
-            for path in held:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in _held(out) if overwrite else []:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         out.mkdir(parents=True, exist_ok=True)
         for path in (*out.glob(".*.tmp"), *(out / STATE).glob(".*.tmp")):
-            shutil.rmtree(path)  # what a run that was killed while writing left behind
+            # what a run that was killed while writing left behind
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _held(out: Path) -> list[Path]:
+    return [out / name for name in _ENTRIES if (out / name).exists()]
 
 
 @contextmanager

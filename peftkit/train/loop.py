@@ -67,7 +67,7 @@ class Trainer:
         """Goes on from `checkpoint`. Raises InputError naming the field in which the recipe differs from its run's."""
         check_same_run(checkpoint, self._prepared.identity(), self.total_steps)
         restore(checkpoint, parameters=self._parameters, optimizer=self._optimizer, device=self._device)
-        self.state = checkpoint.state
+        self.state, self._saved = checkpoint.state, replace(checkpoint.state)
         self._sampler.position = (self.state.epoch, self.state.taken)
 
     def run(self, log: MetricsLog, bar: Bar) -> None:

@@ -10,9 +10,11 @@ from typing import Any, Protocol
 import torch
 
 from peftkit.artifact import Artifact, base_record, read_adapter, save_adapter, write_adapter
+from peftkit.artifact.reader import CONFIG_FILE
+from peftkit.errors import InputError
 from peftkit.recipe import Recipe
-from peftkit.train.checkpoint import latest_checkpoint
-from peftkit.train.folder import BEST, LAST, RUN, STATE, MetricsLog, claim, write_json
+from peftkit.train.checkpoint import Checkpoint, latest_checkpoint
+from peftkit.train.folder import BEST, LAST, RUN, STATE, MetricsLog, check, claim, write_json
 from peftkit.train.loop import Bar, Trainer
 from peftkit.train.memory import num_base, num_trainable
 from peftkit.train.prepare import Prepared, prepare
@@ -66,21 +68,20 @@ def train(
     """Trains by `recipe` into its `out` folder and exports the adapter there.
 
     `resume` goes on from the last whole checkpoint with the bits an uninterrupted run has; `overwrite` replaces a run
-    that is there. `progress` opens a display, `peftkit.cli.output.progress` or one like it; None shows nothing.
+    that is there. `progress` opens a display, `peftkit.cli.output.progress` or one like it; None shows nothing. The
+    process's random generators are seeded, and SIGINT is handled while it trains when called in the main thread.
     Raises InputError's family for bad input, RunError for what fails while running, Interrupted after Ctrl-C.
     """
     out = Path(recipe.out).expanduser()
-    claim(out, resume=resume, overwrite=overwrite)
+    check(out, resume=resume, overwrite=overwrite)
+    checkpoint = _checkpoint(out) if resume else None
     prepared = prepare(recipe)
     record = prepared.record()
     trainer = Trainer(prepared, out, record)
-    if resume:
-        checkpoint = latest_checkpoint(out / STATE)
-        if checkpoint is None:
-            logger.info("--resume: no checkpoint in %s yet: starting from the beginning", out / STATE)
-        else:
-            trainer.resume(checkpoint)
-            logger.info("going on from step %d of %d", checkpoint.state.step, trainer.total_steps)
+    if checkpoint is not None:
+        trainer.resume(checkpoint)
+        logger.info("going on from step %d of %d", checkpoint.state.step, trainer.total_steps)
+    claim(out, overwrite=overwrite)  # not before all else is known to be right
     facts = {**record, **base_record(prepared.model), "device": str(prepared.accelerator.device)}
     write_json(out / RUN, {"status": "unfinished", **facts})
     bar = _open(progress, trainer)
@@ -94,6 +95,18 @@ def train(
     summary = _summarise(prepared, trainer, artifact)
     write_json(out / RUN, {"status": "finished", **facts, "summary": {**asdict(summary), "out": str(out)}})
     return summary
+
+
+def _checkpoint(out: Path) -> Checkpoint | None:
+    """The checkpoint to resume from; None where a run was stopped before its first."""
+    checkpoint = latest_checkpoint(out / STATE)
+    if checkpoint is None:
+        if (out / CONFIG_FILE).exists():
+            raise InputError(
+                f"--resume: {out} holds an adapter but no checkpoint: --overwrite trains anew", field="out"
+            )
+        logger.info("--resume: no checkpoint in %s yet: starting from the beginning", out / STATE)
+    return checkpoint
 
 
 class _NoBar:

@@ -60,7 +60,7 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps what peftkit remembers of the tiny base out of the user's cache."""
     monkeypatch.setenv("PEFTKIT_HOME", str(tmp_path_factory.getbasetemp() / "peftkit-home"))
@@ -78,7 +78,7 @@ def write_rows(path: Path, count: int, *, seed: int = 0) -> Path:
 
 
 @pytest.fixture
-def make_recipe(tiny_base: Path, tmp_path: Path) -> Callable[..., Recipe]:
+def make_recipe(tiny_base: Path, tmp_path: Path, own_cache: None) -> Callable[..., Recipe]:
     """Makes a recipe over the tiny base with 24 training rows; sections are given as mappings."""
 
     def make(**sections: Any) -> Recipe:

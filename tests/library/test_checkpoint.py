@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -182,6 +183,16 @@ def test_resume_without_a_checkpoint_begins_at_the_beginning_and_says_so(
     caplog.set_level(logging.INFO, "peftkit")
     same_run(train(ten_steps("parts"), resume=True), whole)
     assert "no checkpoint in" in caplog.text and "starting from the beginning" in caplog.text
+
+
+def test_resume_never_replaces_an_adapter_that_has_no_checkpoint(ten_steps: Callable[..., Recipe]) -> None:
+    recipe = ten_steps("run")
+    first = train(recipe)
+    shutil.rmtree(first.out / "state")
+    before = (first.out / "adapter_model.safetensors").read_bytes()
+    with pytest.raises(InputError, match="holds an adapter but no checkpoint: --overwrite trains anew"):
+        train(recipe, resume=True)
+    assert (first.out / "adapter_model.safetensors").read_bytes() == before
 
 
 # damage --------------------------------------------------------------------------------------------------------------

@@ -374,6 +374,9 @@ def test_a_folder_that_holds_a_run_is_refused_and_replaced_when_told_so(make_rec
     assert adapter_bytes(first.out) == before
     with pytest.raises(InputError, match="give one of the two"):
         train(recipe, resume=True, overwrite=True)
+    with pytest.raises(InputError, match="no such"):
+        train(make_recipe(data={"train": "example:nothing"}), overwrite=True)
+    assert adapter_bytes(first.out) == before, "a run that can't begin removes nothing"
     train(make_recipe(train={"seed": 4}), overwrite=True)
     assert adapter_bytes(first.out) != before
     assert len(metrics(first.out, "train")) == 6
