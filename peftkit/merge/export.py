@@ -46,7 +46,7 @@ class MergeReport:
     num_merged: int
     """Weights that the adapter changed."""
     num_bytes: int
-    """Size of the folder's weights."""
+    """Size of the folder."""
     equivalence: Equivalence | None
     """None where it wasn't asked for."""
 
