@@ -43,9 +43,9 @@ class BottleneckConfig(MethodSettings):
     kind: Literal["bottleneck"] = "bottleneck"
     variant: Variant = "houlsby"
     """Where the adapters stand: houlsby after attention and feed-forward, pfeiffer and parallel at the feed-forward."""
-    reduction_factor: float | None = Field(None, ge=1.0)
+    reduction_factor: float | None = Field(default=None, ge=1.0)
     """Hidden size over bottleneck size; null is 16, for parallel 2."""
-    bottleneck_size: int | None = Field(None, ge=1)
+    bottleneck_size: int | None = Field(default=None, ge=1)
     """Width of the bottleneck, in the place of reduction_factor."""
     non_linearity: NonLinearity | None = None
     """Null is swish for houlsby, relu for the others."""
@@ -53,7 +53,7 @@ class BottleneckConfig(MethodSettings):
     """Factor on the adapter's output; null is 1, for parallel 4."""
     ln_before: bool = False
     """A trained layer norm on the adapter's input."""
-    dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of the adapter's outputs dropped in training."""
     layers_to_transform: list[int] | None = None
     """Indices of the decoder layers that get adapters; null is all."""

@@ -62,11 +62,11 @@ class LoraConfig(MethodSettings):
     """Settings of LoRA; the names at the file boundary are HF PEFT's (`lora_alpha`, `target_modules`, …)."""
 
     kind: Literal["lora"] = "lora"
-    r: int = Field(16, ge=1)
+    r: int = Field(default=16, ge=1)
     """Rank of the update."""
-    alpha: float = Field(32.0, gt=0)
+    alpha: float = Field(default=32.0, gt=0)
     """Strength of the update: it is scaled by alpha / r."""
-    dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of the update's inputs dropped in training."""
     targets: str | list[str] = "all-linear"
     """Layers to adapt: "all-linear" (all but the output embedding), a list of names, or a regular expression."""

@@ -27,7 +27,7 @@ class MethodSettings(BaseModel):
 class StartsFromText(MethodSettings):
     """Base of the configs whose virtual tokens may start from a text: giving `init_text` asks for `init: text`."""
 
-    num_virtual_tokens: int = Field(20, ge=1)
+    num_virtual_tokens: int = Field(default=20, ge=1)
     """Virtual tokens in front of the text."""
     init_text: str | None = None
     """The text for `init: text`; repeated or cut to the number of virtual tokens."""

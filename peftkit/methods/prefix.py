@@ -62,7 +62,7 @@ class PrefixTuningConfig(_PrefixSettings):
     """Settings of prefix tuning with its reparameterisation."""
 
     kind: Literal["prefix"] = "prefix"
-    encoder_hidden_size: int | None = Field(None, ge=1)
+    encoder_hidden_size: int | None = Field(default=None, ge=1)
     """Width h of the reparameterising network; null is the model's hidden size."""
 
 

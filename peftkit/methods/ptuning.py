@@ -24,15 +24,15 @@ class PTuningConfig(MethodSettings):
     """Settings of P-tuning."""
 
     kind: Literal["ptuning"] = "ptuning"
-    num_virtual_tokens: int = Field(20, ge=1)
+    num_virtual_tokens: int = Field(default=20, ge=1)
     """Virtual tokens in front of the text."""
     encoder: Literal["mlp", "lstm"] = "mlp"
     """The network that produces them."""
-    encoder_hidden_size: int | None = Field(None, ge=1)
+    encoder_hidden_size: int | None = Field(default=None, ge=1)
     """Width h of the network; null is the model's hidden size."""
-    encoder_num_layers: int = Field(2, ge=1)
+    encoder_num_layers: int = Field(default=2, ge=1)
     """Layers of the LSTM; the MLP always has three."""
-    encoder_dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    encoder_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Dropout between layers of the LSTM."""
 
     def identity(self) -> dict[str, Any]:
