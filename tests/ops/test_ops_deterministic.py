@@ -36,7 +36,7 @@ def mixtures(rng: random.Random, rows: int, count: int = 8) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
-@pytest.mark.parametrize("shape", [(1, 1), (8, 8), (50, 33), (96, 48), (3072, 576), (576, 1536)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 70), (10, 9), (50, 33), (3072, 576), (576, 1536)], ids=str)
 def test_linear(seed: int, shape: tuple[int, int], packed: bool) -> None:
     rng = random.Random(seed)
     weight, bias, x = torch.randn(shape), torch.randn(shape[0]), torch.randn(40, shape[1])
@@ -81,16 +81,16 @@ def test_rope(seed: int, size: int) -> None:
         assert torch.equal(other.view(32, -1)[rows], kv.view(32, -1)[rows])
 
 
-@pytest.mark.parametrize("ranks", [(1, 2, 3), (8, 16, 64), (0, 5, 128)], ids=str)
+@pytest.mark.parametrize("ranks", [(1, 2, 3), (4, 16, 64), (0, 5, 128)], ids=str)
 def test_grouped_lora(seed: int, ranks: tuple[int, ...]) -> None:
     rng = random.Random(seed)
-    in_features, out_features = 72, (40, 24)
+    in_features, out_features = rng.choice([17, 70, 72]), (40, 10)
     weights = torch.randn(100_000)
     offset_a = torch.arange(6).view(2, 3) * 16_384
     rank = torch.tensor([ranks, ranks[::-1]], dtype=torch.int32)
     tables = (offset_a, offset_a + 8192 + 1024, rank, torch.randn(2, 3))
     slots = torch.tensor([rng.randint(-1, 2) for _ in range(60)])
-    x, y = torch.randn(60, in_features), torch.randn(60, 64)
+    x, y = torch.randn(60, in_features), torch.randn(60, 50)
 
     def adapted(rows: list[int]) -> Tensor:
         segments: Segments = sort_by_slot(slots[rows])

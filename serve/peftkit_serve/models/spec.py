@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -87,8 +88,8 @@ def read_spec(path: Path) -> ModelSpec:
         raise BaseModelError(f"{file}: the base is quantised already; name the full-precision base and use quant nf4")
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (ValueError, TypeError, KeyError) as error:
-        raise BaseModelError(f"{file}: {error}") from error
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        raise BaseModelError(f"{file}: {' '.join(str(error).split())}") from error
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     inv_freq, rope_magnitude = _rope(file, config, head_dim)
     attention_bias = bool(getattr(config, "attention_bias", False))

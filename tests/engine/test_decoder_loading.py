@@ -1,0 +1,244 @@
+"""Specs and weights read from folders: what they hold, what is refused, and NF4 as training sees it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.functional import dequantize_4bit
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, Qwen2Config, Qwen3Config
+
+from peftkit.errors import BaseModelError
+from peftkit_kernels import linear
+from peftkit_serve.models.spec import ModelSpec, read_spec
+from peftkit_serve.models.weights import ModelWeights, load_weights
+
+CPU = torch.device("cpu")
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 40,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 99,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@pytest.fixture
+def write_config(tmp_path: Path) -> Callable[..., Path]:
+    def write(**changed: Any) -> Path:
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG | changed), encoding="utf-8")
+        return tmp_path
+
+    return write
+
+
+@pytest.fixture
+def base(tmp_path: Path, seed: int) -> Path:
+    """A random Llama with weights of its own in each matrix."""
+    AutoModelForCausalLM.from_config(LlamaConfig(**CONFIG)).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def load(folder: Path, **settings: Any) -> tuple[ModelSpec, ModelWeights]:
+    spec = read_spec(folder)
+    return spec, load_weights(folder, spec, **({"dtype": torch.float32, "device": CPU} | settings))
+
+
+def dense(weight: Tensor) -> Tensor:
+    return weight.to_dense() if weight.is_mkldnn else weight
+
+
+def test_sizes_are_read_and_heads_share_the_hidden_size(
+    write_config: Callable[..., Path],
+) -> None:
+    spec = read_spec(write_config())
+    assert (spec.architecture, spec.num_layers, spec.head_dim, spec.max_position) == ("LlamaForCausalLM", 2, 16, 99)
+    assert spec.projection_shapes == ((64, 64), (32, 64), (32, 64), (64, 64), (128, 64), (128, 64), (64, 128))
+    assert spec.kv_bytes_per_token(torch.bfloat16) == 2 * 2 * 2 * 16 * 2
+    assert spec.windows == (None, None) and not spec.tied_embeddings and spec.eos_token_ids == (2,)
+
+
+def test_old_names_of_rope_settings_are_understood(write_config: Callable[..., Path]) -> None:
+    spec = read_spec(write_config(rope_theta=500.0))
+    assert spec.inv_freq == pytest.approx([500.0 ** -(i / 8) for i in range(8)])
+    scaled = read_spec(write_config(rope_theta=500.0, rope_scaling={"type": "linear", "factor": 4.0}))
+    assert scaled.inv_freq == pytest.approx([f / 4 for f in spec.inv_freq])
+
+
+def test_ends_of_sequence_come_from_the_generation_config_first(write_config: Callable[..., Path]) -> None:
+    folder = write_config()
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9]}', encoding="utf-8")
+    assert read_spec(folder).eos_token_ids == (7, 9)
+    (folder / "generation_config.json").write_text('{"eos_token_id": null}', encoding="utf-8")
+    assert read_spec(folder).eos_token_ids == (2,)
+    (folder / "generation_config.json").unlink()
+    assert read_spec(write_config(eos_token_id=None)).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model_type": "gemma"}, "model_type gemma can't be served; llama, mistral, qwen2, qwen3 can"),
+        ({"hidden_act": "relu"}, "hidden_act relu can't be served; silu, swish, gelu_pytorch_tanh can"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope_type dynamic can't be served; default, linear, llama3, yarn can",
+        ),
+        ({"quantization_config": {"quant_method": "awq"}}, "the base is quantised already"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor can't be served"),
+        (
+            {"model_type": "qwen3", "layer_types": ["full_attention", "chunked_attention"]},
+            "layer_types has chunked_attention, which can't be served; full_attention, sliding_attention can",
+        ),
+        ({"hidden_size": "wide"}, "hidden_size"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(
+    write_config: Callable[..., Path], changed: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(BaseModelError, match=message) as error:
+        read_spec(write_config(**changed))
+    assert "config.json" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (Qwen2Config(num_hidden_layers=3, use_sliding_window=False, sliding_window=5), (None, None, None)),
+        (
+            Qwen2Config(num_hidden_layers=3, use_sliding_window=True, sliding_window=5, max_window_layers=2),
+            (None, None, 5),
+        ),
+        (Qwen3Config(num_hidden_layers=2, layer_types=["full_attention", "full_attention"]), (None, None)),
+    ],
+)
+def test_windows_follow_the_layer_types(tmp_path: Path, config: Any, windows: tuple[int | None, ...]) -> None:
+    config.save_pretrained(tmp_path)
+    assert read_spec(tmp_path).windows == windows
+
+
+def test_shards_hold_the_same_weights_as_one_file(base: Path, tmp_path: Path) -> None:
+    _, whole = load(base)
+    tensors = load_file(base / "model.safetensors")
+    names = sorted(tensors)
+    (base / "model.safetensors").unlink()
+    weight_map = {}
+    for shard in range(2):
+        part = {name: tensors[name] for name in names[shard::2]}
+        save_file(part, base / f"model-{shard}.safetensors")
+        weight_map |= dict.fromkeys(part, f"model-{shard}.safetensors")
+    (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+    _, sharded = load(base)
+    assert torch.equal(dense(whole.layers[1].qkv_OI), dense(sharded.layers[1].qkv_OI))
+    assert torch.equal(dense(whole.head_VH), dense(sharded.head_VH)) and whole.nbytes == sharded.nbytes
+
+
+def test_projections_are_fused_in_order(base: Path) -> None:
+    _, weights = load(base)
+    tensors = load_file(base / "model.safetensors")
+    attention, mlp = "model.layers.1.self_attn", "model.layers.1.mlp"
+    qkv = torch.cat([tensors[f"{attention}.{name}_proj.weight"] for name in "qkv"])
+    gate_up = torch.cat([tensors[f"{mlp}.{name}_proj.weight"] for name in ("gate", "up")])
+    assert torch.equal(dense(weights.layers[1].qkv_OI), qkv)
+    assert torch.equal(dense(weights.layers[1].gate_up_OI), gate_up)
+    assert weights.nf4_bytes == weights.cached_bytes == 0
+    assert weights.nbytes == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_a_tied_head_is_the_embedding_unless_the_file_has_its_own(tmp_path: Path, seed: int) -> None:
+    AutoModelForCausalLM.from_config(LlamaConfig(**CONFIG | {"tie_word_embeddings": True})).save_pretrained(tmp_path)
+    _, tied = load(tmp_path, dtype=torch.bfloat16)
+    assert tied.head_VH is tied.embedding_VH
+    own = torch.randn(40, 64)
+    change_weights(tmp_path, lambda tensors: tensors.update({"lm_head.weight": own}))
+    assert torch.equal(dense(load(tmp_path)[1].head_VH), own)
+
+
+def test_weights_of_a_lower_precision_are_cast_once(base: Path) -> None:
+    change_weights(base, lambda tensors: tensors.update({name: t.bfloat16() for name, t in tensors.items()}))
+    _, weights = load(base)
+    stored = load_file(base / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
+    assert torch.equal(dense(weights.layers[0].down_OI), stored.float())
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(DOWN), f"tensor {DOWN} is missing; did you mean"),
+        (
+            lambda t: t.update({DOWN: torch.zeros(64, 127)}),
+            rf"tensor {DOWN} has shape \[64, 127\], config.json makes it",
+        ),
+        (
+            lambda t: t.update({"model.layers.2.mlp.down_proj.weight": torch.zeros(1), "z": torch.zeros(1)}),
+            "2 tensors belong to no layer, the first is model.layers.2.mlp.down_proj.weight",
+        ),
+        (
+            lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}),
+            "1 tensors belong to no layer, the first is model.layers.0.self_attn.q_proj.bias",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_the_config_are_refused_by_name(
+    base: Path, change: Callable[[dict[str, Tensor]], object], message: str
+) -> None:
+    change_weights(base, change)
+    with pytest.raises(BaseModelError, match=message):
+        load(base)
+
+
+def test_rope_frequencies_in_old_checkpoints_are_passed_over(base: Path) -> None:
+    change_weights(base, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}))
+    load(base)
+
+
+def test_nf4_weights_are_those_of_training_bit_for_bit(base: Path) -> None:
+    _, weights = load(base, quant="nf4")
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    trained = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, quantization_config=settings)
+
+    def dequantised(*paths: str) -> Tensor:
+        modules = [trained.get_submodule(path) for path in paths]
+        return torch.cat([dequantize_4bit(m.weight.data, m.weight.quant_state) for m in modules])
+
+    for index, layer in enumerate(weights.layers):
+        attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
+        assert torch.equal(dense(layer.qkv_OI), dequantised(*(f"{attention}.{name}_proj" for name in "qkv")))
+        assert torch.equal(dense(layer.o_OI), dequantised(f"{attention}.o_proj"))
+        assert torch.equal(dense(layer.gate_up_OI), dequantised(f"{mlp}.gate_proj", f"{mlp}.up_proj"))
+        assert torch.equal(dense(layer.down_OI), dequantised(f"{mlp}.down_proj"))
+    assert torch.equal(dense(weights.head_VH), trained.lm_head.weight), "the output embedding isn't quantised"
+    assert len(weights.nf4) == 14
+    num_elements = sum(dense(w).numel() for y in weights.layers for w in (y.qkv_OI, y.o_OI, y.gate_up_OI, y.down_OI))
+    assert weights.cached_bytes == 4 * num_elements
+    scales = num_elements // 64 + 14 * (256 + 1 + 1) * 4  # a byte a block; a codebook, a scale and an offset a layer
+    assert weights.nf4_bytes == num_elements // 2 + scales
+    assert weights.nbytes == load(base)[1].nbytes + weights.nf4_bytes
+
+
+def test_packed_weights_compute_what_the_plain_ones_do(base: Path) -> None:
+    _, weights = load(base)
+    x, layer = torch.randn(5, 64), weights.layers[0]
+    torch.testing.assert_close(linear(x, layer.qkv_OI), x @ dense(layer.qkv_OI).T)
