@@ -1,0 +1,216 @@
+"""Packing LoRAs and the memory that holds them: layout, churn, holes slid together, refusals."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from peftkit.errors import AdapterError, UnsupportedError
+from peftkit.methods.lora import LoraSite
+from peftkit_serve.adapters.memory import UNIT_BYTES, LoraMemory, PackedLora, pack_lora
+from peftkit_serve.models.spec import PROJECTIONS, ModelSpec
+
+SPEC = ModelSpec(
+    architecture="LlamaForCausalLM",
+    num_layers=3,
+    hidden_size=40,
+    intermediate_size=200,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=10,
+    vocab_size=50,
+    max_position=100,
+    norm_eps=1e-5,
+    activation="silu",
+    inv_freq=(1.0, 0.5, 0.25, 0.1, 0.05),
+    rope_magnitude=1.0,
+    windows=(None, None, None),
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    tied_embeddings=True,
+    eos_token_ids=(),
+)
+SHAPES = dict(zip(PROJECTIONS, SPEC.projection_shapes, strict=True))
+
+
+class Lora:
+    """A random LoRA: PEFT tensors and sites."""
+
+    def __init__(self, ranks: Mapping[tuple[int, str], int]) -> None:
+        self.sites: dict[str, LoraSite] = {}
+        self.tensors: dict[str, Tensor] = {}
+        for (layer, name), r in ranks.items():
+            path, (out, inside) = f"model.layers.{layer}.{name}", SHAPES[name]
+            self.sites[path] = LoraSite(r, random.random() + 0.5, out, inside)
+            self.tensors[f"base_model.model.{path}.lora_A.weight"] = torch.randn(r, inside)
+            self.tensors[f"base_model.model.{path}.lora_B.weight"] = torch.randn(out, r)
+
+    def pack(self, **settings: Any) -> PackedLora:
+        return pack_lora(self.tensors, self.sites, SPEC, **settings)
+
+
+def everywhere(r: int) -> Lora:
+    return Lora({(layer, name): r for layer in range(3) for name in PROJECTIONS})
+
+
+def random_lora(rng: random.Random) -> Lora:
+    """Some projections of some layers, at ranks that differ."""
+    sites = [(layer, name) for layer in range(3) for name in PROJECTIONS]
+    return Lora({site: rng.choice([1, 7, 40, 90]) for site in rng.sample(sites, rng.randint(1, len(sites)))})
+
+
+def make_memory(units: int, **settings: Any) -> LoraMemory:
+    defaults: dict[str, Any] = {"num_slots": 4, "dtype": torch.float32, "device": torch.device("cpu")}
+    return LoraMemory(SPEC, budget_bytes=units * UNIT_BYTES, **(defaults | settings))
+
+
+def assert_holds(memory: LoraMemory, slot: int, lora: Lora | None, dtype: torch.dtype = torch.float32) -> None:
+    """The tables of a slot lead to the LoRA's own A and B everywhere, and to nothing where it has none."""
+    for layer in range(3):
+        offset_a, offset_b, rank, scale = (table[:, slot].tolist() for table in memory.tables(layer))
+        for p, name in enumerate(PROJECTIONS):
+            path = f"model.layers.{layer}.{name}"
+            if lora is None or path not in lora.sites:
+                assert rank[p] == 0
+                continue
+            site, key = lora.sites[path], f"base_model.model.{path}"
+            a = memory.weights[offset_a[p] :][: site.r * site.in_features].view(site.r, site.in_features)
+            b = memory.weights[offset_b[p] :][: site.r * site.out_features].view(site.r, site.out_features)
+            assert rank[p] == site.r and scale[p] == pytest.approx(site.scale)
+            assert torch.equal(a, lora.tensors[f"{key}.lora_A.weight"].to(dtype))
+            assert torch.equal(b, lora.tensors[f"{key}.lora_B.weight"].T.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_loaded_adapter_is_found_through_the_tables(seed: int, dtype: torch.dtype) -> None:
+    rng = random.Random(seed)
+    memory, lora = make_memory(64, dtype=dtype), random_lora(rng)
+    packed = lora.pack(dtype=dtype)
+    memory.load(2, packed)
+    assert_holds(memory, 2, lora, dtype)
+    assert memory.used_bytes() == packed.nbytes and packed.nbytes % UNIT_BYTES == 0
+    assert all(offset * dtype.itemsize % 64 == 0 for layer in packed.layers for offset in layer.offset_a)
+    memory.check_integrity()
+
+
+def test_ranks_are_true_a_small_adapter_takes_less(seed: int) -> None:
+    assert everywhere(1).pack().nbytes == 3 * UNIT_BYTES
+    small, large = everywhere(16).pack().nbytes, everywhere(64).pack().nbytes
+    assert 3 * small <= large <= 4 * small
+    exact = 64 * 4 * sum(out + inside for out, inside in SPEC.projection_shapes)
+    assert large == 3 * -(-exact // UNIT_BYTES) * UNIT_BYTES
+    assert Lora({(1, "mlp.up_proj"): 4}).pack().nbytes == UNIT_BYTES, "untouched layers take nothing"
+
+
+def test_churn_keeps_every_resident_adapter_whole(seed: int) -> None:
+    rng = random.Random(seed)
+    memory = make_memory(26, num_slots=6)
+    resident: dict[int, Lora] = {}
+    num_loads = 0
+    for _ in range(120):
+        slot = rng.randrange(6)
+        if slot in resident:
+            memory.free(slot)
+            del resident[slot]
+        else:
+            lora = random_lora(rng)
+            packed = lora.pack()
+            if memory.fits(packed.nbytes):
+                memory.load(slot, packed)
+                resident[slot] = lora
+                num_loads += 1
+        memory.check_integrity()
+        for number in range(6):
+            assert_holds(memory, number, resident.get(number))
+        assert memory.used_bytes() == sum(lora.pack().nbytes for lora in resident.values())
+    assert num_loads > 10
+
+
+def test_holes_are_slid_together_when_none_is_long_enough(seed: int) -> None:
+    memory = make_memory(9, num_slots=6)
+    wide = [Lora({(layer, "mlp.up_proj"): 100}) for layer in range(3)]  # 2 units each
+    thin = [Lora({(0, "self_attn.q_proj"): 10}) for _ in range(3)]  # 1 unit each
+    for slot, lora in enumerate([wide[0], thin[0], wide[1], thin[1], wide[2], thin[2]]):
+        memory.load(slot, lora.pack())
+    assert not memory.fits(1)
+    memory.free(0)
+    memory.free(2)
+    large = Lora({(0, "mlp.down_proj"): 200})
+    assert large.pack().nbytes == 3 * UNIT_BYTES, "longer than either hole"
+    memory.load(0, large.pack())
+    memory.check_integrity()
+    for slot, lora in ((0, large), (1, thin[0]), (3, thin[1]), (4, wide[2]), (5, thin[2])):
+        assert_holds(memory, slot, lora)
+
+
+def test_what_fits_is_exact(seed: int) -> None:
+    memory = make_memory(10)
+    assert memory.capacity_bytes == 10 * UNIT_BYTES and memory.used_bytes() == 0
+    memory.load(0, everywhere(1).pack())
+    assert memory.fits(7 * UNIT_BYTES) and not memory.fits(7 * UNIT_BYTES + 1)
+    with pytest.raises(AssertionError, match="bytes wanted"):
+        memory.load(1, everywhere(90).pack())
+    memory.check_integrity()
+
+
+def test_a_load_that_fails_midway_leaves_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = make_memory(20)
+    packed = everywhere(4).pack()
+    broken = replace(packed.layers[2], weights=torch.zeros(packed.layers[2].weights.numel(), device="meta"))
+    with pytest.raises(NotImplementedError):
+        memory.load(1, PackedLora((*packed.layers[:2], broken)))
+    memory.check_integrity()
+    assert memory.used_bytes() == 0
+    memory.load(1, packed)
+
+
+def test_slots_are_loaded_and_freed_once(seed: int) -> None:
+    memory = make_memory(20)
+    memory.load(0, everywhere(1).pack())
+    with pytest.raises(AssertionError, match="slot 0 is taken"):
+        memory.load(0, everywhere(1).pack())
+    memory.free(0)
+    with pytest.raises(AssertionError, match="slot 0 is free already"):
+        memory.free(0)
+
+
+def test_grouped_tables_are_those_of_the_fused_linears(seed: int) -> None:
+    memory = make_memory(20)
+    memory.load(3, everywhere(2).pack())
+    tables, groups = memory.tables(1), memory.grouped_tables(1)
+    assert [group.rank_PS.shape[0] for group in groups] == [3, 1, 2, 1]
+    for whole, *parts in zip(tables, *groups, strict=True):
+        assert torch.equal(whole, torch.cat(parts))
+
+
+@pytest.mark.parametrize(
+    "path", ["lm_head", "model.embed_tokens", "model.layers.3.mlp.up_proj", "model.layers.0.mlp.gate"]
+)
+def test_modules_that_are_no_linear_projection_are_refused_by_name(path: str) -> None:
+    lora = Lora({(0, "mlp.up_proj"): 2})
+    sites = lora.sites | {path: LoraSite(2, 1.0, 8, 8)}
+    with pytest.raises(UnsupportedError, match=f"LoRA on {path} can't be served: self_attn.q_proj, "):
+        pack_lora(lora.tensors, sites, SPEC)
+
+
+def test_tensors_that_would_not_be_applied_are_refused_by_name() -> None:
+    lora = Lora({(0, "mlp.up_proj"): 2})
+    extra = "base_model.model.model.layers.0.mlp.up_proj.lora_magnitude_vector"
+    with pytest.raises(UnsupportedError, match=f"tensor {extra} can't be served"):
+        pack_lora(lora.tensors | {extra: torch.zeros(3)}, lora.sites, SPEC)
+
+
+def test_tensors_that_are_missing_or_misshapen_are_refused_by_name() -> None:
+    lora = Lora({(0, "mlp.up_proj"): 2})
+    name = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
+    with pytest.raises(AdapterError, match=rf"tensor {name} has shape \[200, 3\], the base needs \[200, 2\]"):
+        pack_lora(lora.tensors | {name: torch.zeros(200, 3)}, lora.sites, SPEC)
+    del lora.tensors[name]
+    with pytest.raises(AdapterError, match=f"tensor {name} is missing"):
+        lora.pack()
