@@ -59,8 +59,8 @@ class AdapterLeases(Protocol):
         """Free pages that `pin` would take now; 0 for a LoRA and for a resident prefix."""
         ...
 
-    def reclaim(self, num_pages: int, keep: str | None) -> int:
-        """Evicts prefixes that nobody pins, but not `keep`'s, until `num_pages` are freed; returns pages freed."""
+    def reclaim(self, num_pages: int, keep: str | None) -> bool:
+        """Evicts prefixes that nobody pins, save `keep`'s, to free `num_pages`; False, and none, if they hold less."""
         ...
 
 
@@ -324,9 +324,8 @@ class Scheduler:
         num_needed = num_own + len(self._running)
         if sequence.uid is not None:
             num_needed += self._adapters.num_pages_to_pin(sequence.uid)
-        if self._pages.num_free < num_needed:
-            self._adapters.reclaim(num_needed - self._pages.num_free, sequence.uid)
-        if self._pages.num_free < num_needed:
+        num_missing = num_needed - self._pages.num_free
+        if num_missing > 0 and not self._adapters.reclaim(num_missing, sequence.uid):
             return "short"
         residence: Residence | None = Residence()
         if sequence.uid is not None:

@@ -60,7 +60,7 @@ def lora_folder(tmp_path: Path) -> Callable[..., Path]:
     """Writes a random LoRA with a large update and returns its folder."""
 
     def write(seed: int, r: int = 4, **fields: Any) -> Path:
-        config = LoraConfig(r=r, **({"alpha": 2.0 * r} | fields))
+        config = LoraConfig.model_validate({"r": r, "alpha": 2.0 * r} | fields)
         generator = torch.Generator().manual_seed(seed)
         tensors: dict[str, torch.Tensor] = {}
         for path, site in config.resolve(module_shapes(CONFIG)).items():

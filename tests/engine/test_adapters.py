@@ -129,6 +129,24 @@ def test_adapters_that_do_not_fit_together_take_turns(make_engine: MakeEngine, l
     assert [outputs[request.request_id] for request in requests] == [alone[number % 4] for number in range(12)]
 
 
+def test_an_adapter_that_finds_no_place_yet_evicts_nobody(
+    make_engine: MakeEngine, lora_folder: Folder, seed: int
+) -> None:
+    engine = make_engine(adapter_bytes=6 * 64 * 1024, max_adapters=4)
+    for name, rank in (("small", 4), ("running", 40), ("large", 70)):
+        engine.adapters.add(name, lora_folder(seed, r=rank))
+    answer(engine, "small")
+    engine.add_request(Request([1], "running", SamplingParams(max_tokens=20, ignore_eos=True)))
+    engine.step()
+    engine.add_request(Request([1], "large", SamplingParams(max_tokens=2, ignore_eos=True)))
+    engine.step()
+    assert engine.stats()["requests_waiting"] == 1
+    assert engine.adapters.get("small").resident and engine.adapters.get("running").resident
+    while engine.has_work():
+        engine.step()
+    assert engine.adapters.get("large").resident and not engine.adapters.get("small").resident
+
+
 def test_a_name_that_comes_back_with_other_content_answers_with_it(
     make_engine: MakeEngine, lora_folder: Folder, prompt_folder: Folder, seed: int
 ) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import random
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -260,8 +260,9 @@ async def test_an_idle_engine_checks_its_integrity(make_engine: MakeEngine, monk
         await last_of(async_engine, ask([1]))
         await until(lambda: bool(checks))
         assert async_engine.alive
-        engine._pages.take(1)  # a page that nobody holds
-        await last_of(async_engine, ask([1]))
+        engine._pages.take(1)  # a page that nobody holds; the check may come before the next request or after it
+        with suppress(RunError):
+            await last_of(async_engine, ask([1]))
         await until(lambda: not async_engine.alive)
     engine._pages.release([next(page for page in range(64) if engine._pages._references[page])])
 

@@ -59,14 +59,13 @@ class FakeAdapters:
         assert self.pins[uid] > 0
         self.pins[uid] -= 1
 
-    def reclaim(self, num_pages: int, keep: str | None) -> int:
-        freed = 0
-        for uid in [uid for uid in self.prefixes if not self.pins[uid] and uid != keep]:
-            if freed < num_pages:
-                prefix = self.prefixes.pop(uid)
-                self.pages.release(prefix.pages)
-                freed += len(prefix.pages)
-        return freed
+    def reclaim(self, num_pages: int, keep: str | None) -> bool:
+        chosen = [uid for uid in self.prefixes if not self.pins[uid] and uid != keep]
+        if sum(len(self.prefixes[uid].pages) for uid in chosen) < num_pages:
+            return False
+        for uid in chosen:
+            self.pages.release(self.prefixes.pop(uid).pages)
+        return True
 
 
 class Bench:
@@ -128,7 +127,7 @@ class Bench:
         assert +self.adapters.pins == Counter(s.uid for s in self.scheduler.running if s.uid)
 
     def check_idle(self) -> None:
-        self.adapters.reclaim(self.pages.num_pages, None)
+        self.adapters.reclaim(0, None)
         assert not +self.adapters.references and not +self.adapters.pins
         self.pages.check_integrity({})
 

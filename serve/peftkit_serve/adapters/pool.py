@@ -113,15 +113,22 @@ class AdapterPool:
         member.num_pins -= 1
         self._touch(member)
 
-    def reclaim(self, num_pages: int, keep: str | None) -> int:
-        """Evicts prompts that nobody pins, the least recently used first, until `num_pages` pages are freed."""
-        before = self._pages.num_free
+    def reclaim(self, num_pages: int, keep: str | None) -> bool:
+        """Frees `num_pages` pages by evicting prompts that nobody pins, save `keep`'s, the least recently used first.
+
+        Returns False, and evicts none, when they hold fewer pages.
+        """
+        chosen: list[_Member] = []
+        num_missing = num_pages
         for member in self._evictable(lora=False):
-            if self._pages.num_free - before >= num_pages:
-                break
-            if member.loaded.uid != keep:
-                self._evict(member)
-        return self._pages.num_free - before
+            if num_missing > 0 and member.loaded.uid != keep:
+                chosen.append(member)
+                num_missing -= pages_for(member.loaded.num_virtual)
+        if num_missing > 0:
+            return False
+        for member in chosen:
+            self._evict(member)
+        return True
 
     def state(self, uid: str) -> PoolState | None:
         """None for an adapter that is gone."""
@@ -177,12 +184,12 @@ class AdapterPool:
     def _load_lora(self, member: _Member) -> Residence | None:
         lora = member.loaded.lora
         assert lora is not None
-        evictable = iter(self._evictable(lora=True))
+        evictable = self._evictable(lora=True)
+        num_evictable_bytes = sum(other.loaded.nbytes for other in evictable)
+        if not (self._free_slots or evictable) or not self._memory.fits(lora.nbytes - num_evictable_bytes):
+            return None
         while not self._free_slots or not self._memory.fits(lora.nbytes):
-            other = next(evictable, None)
-            if other is None:
-                return None
-            self._evict(other)
+            self._evict(evictable.pop(0))
         slot = self._free_slots[-1]
         self._attempt(member, lambda: self._memory.load(slot, lora))
         self._free_slots.pop()
