@@ -87,9 +87,7 @@ class Engine:
         Raises BaseModelError for a base that can't be served, InputError for a bad number, RunError when the device
         has too little memory.
         """
-        for name, value in (("max_requests", max_requests), ("max_adapters", max_adapters)):
-            if value < 1:
-                raise InputError(f"{name} is {value}: it must be at least 1", field=name)
+        _check_at_least_one(max_requests=max_requests, max_adapters=max_adapters)
         self.base = base if isinstance(base, BaseInfo) else resolve_base(base)
         self.tokenizer = load_tokenizer(self.base)
         self._runner = Runner(
@@ -115,7 +113,7 @@ class Engine:
             self.spec,
             dtype=memory.weights.dtype,
             max_lora_bytes=memory.capacity_bytes,
-            max_virtual_tokens=min(self.spec.max_position, self._scheduler.max_text_tokens(1)) - 2,
+            max_virtual_tokens=max(0, min(self.spec.max_position, self._scheduler.max_text_tokens(1)) - 2),
         )
         self.adapters = AdapterStore(loader, self._pool)
         assert isinstance(self.tokenizer, PreTrainedTokenizerFast)
@@ -289,3 +287,9 @@ class Engine:
     def _output(self, live: Live, text: Detokenizer, delta: str) -> RequestOutput:
         token_ids = tuple(live.token_ids[live.num_prompt :])
         return RequestOutput(live.request_id, text.text, delta, token_ids, live.num_prompt)
+
+
+def _check_at_least_one(**settings: int) -> None:
+    for name, value in settings.items():
+        if value < 1:
+            raise InputError(f"{name} is {value}: it must be at least 1", field=name)

@@ -6,12 +6,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from peftkit.artifact import load_adapter
 from peftkit.errors import InputError, RunError
 from peftkit_serve import Engine, Request, RequestOutput, SamplingParams
 from peftkit_serve.plan import StepPlan, StepResult
@@ -153,59 +150,6 @@ def test_requests_without_an_adapter_are_bit_for_bit_the_same_in_an_engine_with_
     for request in requests:
         assert got[request.request_id] == expected[request.request_id]
         assert_same_logits((left, request), (right, request))
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("kind", [None, "lora", "prompt", "prompt-whole-pages"])
-def test_generation_equals_a_teacher_forced_forward_in_transformers(
-    make_engine: MakeEngine,
-    base_folder: Path,
-    lora_folder: Folder,
-    prompt_folder: Folder,
-    seed: int,
-    kind: str | None,
-    deterministic: bool,
-) -> None:
-    engine = make_engine(max_tokens_per_step=8, deterministic=deterministic)  # long prompts go in chunks
-    model = AutoModelForCausalLM.from_pretrained(base_folder, dtype=torch.float32)
-    if kind is not None:
-        folder = {"lora": lora_folder, "prompt": prompt_folder}.get(kind, lambda s: prompt_folder(s, 32))(seed)
-        engine.adapters.add("x", folder)
-        load_adapter(model, folder)
-    rng = random.Random(seed)
-    requests = [ask(random_prompt(rng), None if kind is None else "x", 25) for _ in range(4)]
-    assert_teacher_forced(engine, model, requests)
-
-
-@pytest.mark.parametrize("kind", ["lora", "prompt"])
-def test_adapters_that_hf_peft_wrote_generate_what_hf_peft_computes(
-    make_engine: MakeEngine, base_folder: Path, tmp_path: Path, seed: int, kind: str
-) -> None:
-    base = AutoModelForCausalLM.from_pretrained(base_folder, dtype=torch.float32)
-    config = (
-        peft.LoraConfig(r=5, use_rslora=True, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
-        if kind == "lora"
-        else peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=7)
-    )
-    model = peft.get_peft_model(base, config)
-    model.save_pretrained(str(tmp_path / "peft"))
-    engine = make_engine()
-    engine.adapters.add("x", tmp_path / "peft")
-    rng = random.Random(seed)
-    assert_teacher_forced(engine, model, [ask(random_prompt(rng), "x", 20) for _ in range(3)])
-
-
-def assert_teacher_forced(engine: Engine, model: torch.nn.Module, requests: list[Request]) -> None:
-    """Each generated token has the largest logit of one forward over prompt and answer, up to float32 rounding."""
-    outputs = {output.request_id: output for output in engine.generate(requests)}
-    for request in requests:
-        answer = list(outputs[request.request_id].token_ids)
-        assert isinstance(request.prompt, list) and len(answer) == request.sampling.max_tokens
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([[*request.prompt, *answer]])).logits[0]
-        logits = logits[-len(answer) - 1 : -1]  # HF PEFT gives logits for virtual tokens too
-        chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
-        assert (logits.max(dim=1).values - chosen).max() <= 1e-4 * logits.abs().max()
 
 
 def test_more_adapters_than_slots_are_all_served_with_their_own_weights(
@@ -394,6 +338,13 @@ def test_bad_requests_are_refused_by_field_and_leave_no_trace(
         assert caught.value.field == field
     assert not engine.has_work()
     assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("field", ["max_requests", "max_adapters", "num_pages", "max_tokens_per_step"])
+def test_a_setting_that_is_too_small_is_refused_by_name(make_engine: MakeEngine, field: str) -> None:
+    with pytest.raises(InputError, match=field) as caught:
+        make_engine(**{field: 0})
+    assert caught.value.field == field
 
 
 def test_a_request_id_in_use_is_refused_and_the_first_request_unharmed(make_engine: MakeEngine) -> None:
