@@ -163,14 +163,22 @@ def _tensor(
     name: str, tensor: Tensor, shape: Shape, dtypes: tuple[torch.dtype, ...], like: Tensor | None = None
 ) -> None:
     """Checks one tensor; `like` is one on the device that is wanted."""
-    got = tensor.shape
-    if len(got) != len(shape) or any(want is not None and have != want for have, want in zip(got, shape, strict=True)):
+    if not _fits(tensor.shape, shape):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name} has shape {list(got)}: ({wanted}) is wanted")
+        raise ValueError(f"{name} has shape {list(tensor.shape)}: ({wanted}) is wanted")
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name} is {tensor.dtype}: {_names(dtypes)} is wanted")
     if like is not None and tensor.device != like.device:
         raise ValueError(f"{name} is on {tensor.device}: {like.device} is wanted")
+
+
+def _fits(shape: torch.Size, wanted: Shape) -> bool:
+    if len(shape) != len(wanted):
+        return False
+    for size, want in zip(shape, wanted, strict=True):  # a loop: checks run some 2000 times a step
+        if want is not None and size != want:
+            return False
+    return True
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

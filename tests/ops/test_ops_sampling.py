@@ -120,14 +120,16 @@ def test_min_p_drops_what_is_below_a_share_of_the_likeliest(seed: int) -> None:
     assert drawn_set(logits, seed, top_p=0.6, min_p=0.3) == {0, 1}
 
 
-def test_a_nucleus_larger_than_the_first_look_is_exact(seed: int) -> None:
-    vocab = 3000
+@pytest.mark.parametrize(("vocab", "top_p", "low", "high"), [(3000, 0.9, 512, 8192), (12000, 0.9, 8192, 12000)])
+def test_a_nucleus_larger_than_the_first_looks_is_exact(
+    seed: int, vocab: int, top_p: float, low: int, high: int
+) -> None:
     logits = torch.randn(vocab) * 0.01
     weights, order = logits.double().softmax(0).sort(descending=True)
-    count = int((weights.cumsum(0) < 0.9).sum()) + 1
-    assert count > 1024
-    tokens = set(draw(logits.expand(3000, -1), top_p=0.9, seeds=seed, steps=list(range(3000))))
-    assert tokens <= set(order[: count + 1].tolist()), "one more than in float64 at most: 0.9 is rounded to float32"
+    count = int((weights.cumsum(0) < top_p).sum()) + 1
+    assert low < count < high
+    tokens = set(draw(logits.expand(300, -1), top_p=top_p, seeds=seed, steps=list(range(300))))
+    assert tokens <= set(order[: count + 1].tolist()), "one more than in float64 at most: p is rounded to float32"
 
 
 def test_a_draw_depends_on_its_own_row_seed_and_step_alone(seed: int) -> None:
