@@ -1,4 +1,4 @@
-"""Fixtures that every room of the tests shares: a printed seed and tiny random models."""
+"""Fixtures that every room of the tests shares: a printed seed, and a tiny random base with a byte tokenizer."""
 
 import os
 import random
@@ -6,8 +6,12 @@ import random
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+from pathlib import Path
+
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
 @pytest.fixture
@@ -17,3 +21,56 @@ def seed() -> int:
     print(f"PEFTKIT_TEST_SEED={value}")
     torch.manual_seed(value)
     return value
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, ChatML, and as in many bases pad = eos."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(["<|endoftext|>", "<|im_start|>", "<|im_end|>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+        additional_special_tokens=["<|endoftext|>", "<|im_start|>"],
+        chat_template=CHATML,
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of two layers, saved with the byte tokenizer."""
+    folder = tmp_path_factory.mktemp("tiny-base")
+    tokenizer = byte_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps what peftkit remembers of the tiny base out of the user's cache."""
+    monkeypatch.setenv("PEFTKIT_HOME", str(tmp_path_factory.getbasetemp() / "peftkit-home"))

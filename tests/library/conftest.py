@@ -1,4 +1,4 @@
-"""A tiny base with a byte tokenizer, and recipes on it that take a second or two."""
+"""Recipes on the tiny base that take a second or two."""
 
 import json
 import random
@@ -7,63 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from peftkit.recipe import Recipe
-
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, ChatML, and as in many bases pad = eos."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate(["<|endoftext|>", "<|im_start|>", "<|im_end|>", *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|im_end|>",
-        additional_special_tokens=["<|endoftext|>", "<|im_start|>"],
-        chat_template=CHATML,
-    )
-
-
-@pytest.fixture(scope="session")
-def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of two layers, saved with the byte tokenizer."""
-    folder = tmp_path_factory.mktemp("tiny-base")
-    tokenizer = byte_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-        initializer_range=0.2,
-    )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps what peftkit remembers of the tiny base out of the user's cache."""
-    monkeypatch.setenv("PEFTKIT_HOME", str(tmp_path_factory.getbasetemp() / "peftkit-home"))
 
 
 def write_rows(path: Path, count: int, *, seed: int = 0) -> Path:
