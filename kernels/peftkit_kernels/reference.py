@@ -28,7 +28,8 @@ NF4 = (
 """The 16 levels of 4-bit NormalFloat (Dettmers et al. 2023, appendix E)."""
 
 _NUCLEUS = (512, 8192)  # largest weights looked at before all are sorted: 0.1 and 1 ms, against 4 for 49152
-_GATHER_BYTES = 4 << 20  # keys and values gathered at once: 16 × 500 positions of 1.5 kB take 3.4 ms so, 8 at once
+_SHORT = 192  # single rows with contexts up to here are gathered together: 16 × 64 positions 0.4 ms a layer, not 0.7
+_GATHER_BYTES = 4 << 20  # what is gathered at once stays in cache
 _GAMMA = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15, the golden ratio's odd 64-bit fraction, as a signed integer
 _LINE_BYTES = 64
 _MIN_PACKED_ROWS = 4  # oneDNN is quicker at 4 rows than at 1 to 3: 27 ms against 35 for a 135M model on one Zen 4 core
@@ -184,20 +185,21 @@ def paged_attention(
     """
     out_TQD = torch.empty_like(q_TQD)
     starts, contexts, virtuals = cu_seqlens_N1.tolist(), context_N.tolist(), num_virtual_N.tolist()
-    single: list[int] = []
-    for n, (start, end) in enumerate(pairwise(starts)):
-        if end - start == 1 and not deterministic:
-            single.append(n)
-        elif end > start:
-            kv_C2KD = _gather(kv_PZ2KD, page_NM[n : n + 1], contexts[n : n + 1])[0]
-            attend = _attend_each if deterministic else _attend_chunk
-            attend(out_TQD[start:end], q_TQD[start:end], kv_C2KD, scale, window, virtuals[n])
+    lengths = [end - start for start, end in pairwise(starts)]
     position_bytes = kv_PZ2KD[0, 0].nbytes
-    for rows in _alike(single, contexts, max_positions=max(1, _GATHER_BYTES // position_bytes)):
-        index = torch.tensor(rows, device=q_TQD.device)
+    short = [n for n, length in enumerate(lengths) if length == 1 and contexts[n] <= _SHORT and not deterministic]
+    groups = _alike(short, contexts, max_positions=max(1, _GATHER_BYTES // position_bytes))
+    together = [group for group in groups if len(group) > 1]
+    for n in set(range(len(lengths))).difference(*together):
+        if lengths[n]:
+            kv_C2KD = _positions(kv_PZ2KD, page_NM[n], contexts[n])
+            attend, rows = _attend_each if deterministic else _attend_chunk, slice(starts[n], starts[n + 1])
+            attend(out_TQD[rows], q_TQD[rows], kv_C2KD, scale, window, virtuals[n])
+    for group in together:
+        index = torch.tensor(group, device=q_TQD.device)
         row_X = cu_seqlens_N1.index_select(0, index)
         context_X, virtual_X = context_N.index_select(0, index), num_virtual_N.index_select(0, index)
-        kv_XC2KD = _gather(kv_PZ2KD, page_NM.index_select(0, index), [contexts[n] for n in rows])
+        kv_XC2KD = _padded_positions(kv_PZ2KD, page_NM.index_select(0, index), context_X, [contexts[n] for n in group])
         seen_XC = _seen(kv_XC2KD.shape[1], context_X.unsqueeze(1) - 1, window, virtual_X.unsqueeze(1))
         out_TQD.index_copy_(0, row_X.long(), _attend_rows(q_TQD.index_select(0, row_X), kv_XC2KD, scale, seen_XC))
     return out_TQD
@@ -341,15 +343,20 @@ def _alike(requests: list[int], contexts: list[int], max_positions: int) -> list
     return list(groups.values())
 
 
-def _gather(kv_PZ2KD: Tensor, page_XM: Tensor, contexts: list[int]) -> Tensor:
+def _positions(kv_PZ2KD: Tensor, page_M: Tensor, context: int) -> Tensor:
+    """Keys and values of one request by position, (C, 2, K, D)."""
+    num_pages = -(-context // kv_PZ2KD.shape[1])
+    return kv_PZ2KD.index_select(0, page_M[:num_pages]).flatten(0, 1)[:context]
+
+
+def _padded_positions(kv_PZ2KD: Tensor, page_XM: Tensor, context_X: Tensor, contexts: list[int]) -> Tensor:
     """Keys and values of requests by position, (X, C, 2, K, D) with C the longest context.
 
     Behind a shorter context stands its last position again, so that no other request's numbers, or NaN, are read.
     """
     num_cells = kv_PZ2KD.shape[1]
     position_C = torch.arange(max(contexts), device=kv_PZ2KD.device)
-    last_X1 = torch.tensor(contexts, device=kv_PZ2KD.device).unsqueeze(1) - 1
-    position_XC = torch.minimum(position_C, last_X1)
+    position_XC = torch.minimum(position_C, context_X.unsqueeze(1) - 1)
     cell_XC = page_XM.gather(1, position_XC // num_cells) * num_cells + position_XC % num_cells
     kv_XC = kv_PZ2KD.flatten(0, 1).index_select(0, cell_XC.flatten())
     return kv_XC.view(*cell_XC.shape, *kv_PZ2KD.shape[2:])
@@ -378,11 +385,13 @@ def _attend_chunk(
     """The new rows of one request."""
     num_rows, context = q_TQD.shape[0], kv_C2KD.shape[0]
     k_KCD, v_KCD = kv_C2KD.permute(1, 2, 0, 3)
-    whole = num_rows == context and (window is None or window >= context)
-    query_T1 = torch.arange(context - num_rows, context, device=q_TQD.device).unsqueeze(1)
-    mask = None if whole else _seen(context, query_T1, window, num_virtual)
+    mask, sees_all = None, window is None or window >= context
+    if not sees_all or num_rows not in (1, context):
+        query_T1 = torch.arange(context - num_rows, context, device=q_TQD.device).unsqueeze(1)
+        mask = _seen(context, query_T1, window, num_virtual)
+    causal = mask is None and num_rows > 1
     y_QTD = F.scaled_dot_product_attention(
-        q_TQD.transpose(0, 1)[None], k_KCD[None], v_KCD[None], mask, is_causal=whole, scale=scale, enable_gqa=True
+        q_TQD.transpose(0, 1)[None], k_KCD[None], v_KCD[None], mask, is_causal=causal, scale=scale, enable_gqa=True
     )[0]
     out_TQD.copy_(y_QTD.transpose(0, 1))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peftkit_kernels import paged_attention
+from peftkit_kernels import paged_attention, reference
 
 NAN = float("nan")
 PAGE = 16
@@ -111,6 +111,17 @@ def test_random_ragged_batches(seed: int, assert_near: Callable[..., None], dete
         case = make_case(requests, virtual)
         window = rng.choice([None, rng.randint(1, 50)])
         assert_near(case.run(window=window, deterministic=deterministic), case.exact(window))
+
+
+@pytest.mark.parametrize("gather_bytes", [1, 4 << 20])
+@pytest.mark.parametrize("window", [None, 30])
+def test_single_tokens_near_and_far(
+    seed: int, assert_near: Callable[..., None], monkeypatch: pytest.MonkeyPatch, window: int | None, gather_bytes: int
+) -> None:
+    monkeypatch.setattr(reference, "_GATHER_BYTES", gather_bytes)
+    befores = [0, 30, 31, 32, 100, 120, 190, 191, 192, 255, 300]
+    case = make_case([(1, before) for before in random.sample(befores, len(befores))], virtual=[0, 0, 0])
+    assert_near(case.run(window=window), case.exact(window))
 
 
 def test_a_request_without_new_tokens_is_passed_over(seed: int, assert_near: Callable[..., None]) -> None:
