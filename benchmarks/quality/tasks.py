@@ -50,12 +50,12 @@ TASKS: dict[str, Task] = {
 
 RATES: dict[str, tuple[float, ...]] = {
     "lora": (5e-4, 1e-3, 2e-3),
-    "bottleneck": (5e-4, 1e-3, 2e-3),
-    "prefix": (5e-4, 2e-3, 5e-3),
+    "bottleneck": (3e-4, 1e-3, 2e-3),
+    "prefix": (2e-4, 5e-4, 2e-3),
     "ptuning_v2": (5e-3, 1e-2, 2e-2),
-    "ptuning": (3e-4, 1e-3, 3e-3),
+    "ptuning": (1e-4, 3e-4, 1e-3),
     "prompt": (1e-2, 3e-2, 1e-1),
-    "full": (5e-5, 1e-4, 2e-4),
+    "full": (2e-5, 5e-5, 1e-4),
 }
 """Learning rates that are tried on the validation rows, for both libraries alike."""
 
