@@ -35,7 +35,7 @@ class SamplingParams:
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("temperature", 0.0 <= self.temperature <= 2.0, "from 0 to 2"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
-            ("top_k", self.top_k >= 0, "0 or more"),
+            ("top_k", 0 <= self.top_k < 2**31, "from 0 to 2147483647"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "from 0 to 1"),
             ("stop", len(self.stop) <= 16 and all(self.stop), "at most 16 strings, none empty"),
         ]

@@ -2,10 +2,12 @@
 
 import random
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
+from peftkit.errors import InputError
 from peftkit_serve.plan import Sample
 from peftkit_serve.request import SamplingParams
 from peftkit_serve.sampler import draw
@@ -60,3 +62,23 @@ def test_logits_that_are_not_finite_draw_minus_one() -> None:
     logits = torch.zeros(2, 4)
     logits[0, 2] = float("nan")
     assert draw(logits, [Sample(SamplingParams(), 1, 0)] * 2)[0] == -1
+
+
+@pytest.mark.parametrize(
+    ("field", "good", "bad"),
+    [
+        ("max_tokens", [1, 10**9], [0]),
+        ("temperature", [0.0, 2.0], [-0.1, 2.1]),
+        ("top_p", [0.001, 1.0], [0.0, 1.1]),
+        ("top_k", [0, 2**31 - 1], [-1, 2**31]),
+        ("min_p", [0.0, 1.0], [-0.1, 1.1]),
+        ("stop", [(), ("a",) * 16], [("",), ("a",) * 17]),
+    ],
+)
+def test_parameters_out_of_range_are_refused_by_name(field: str, good: list[Any], bad: list[Any]) -> None:
+    for value in good:
+        assert draw(torch.tensor([[0.0, 9.0]]), [Sample(SamplingParams(**{field: value}), 0, 0)])[0] in (0, 1)
+    for value in bad:
+        with pytest.raises(InputError, match=field) as caught:
+            SamplingParams(**{field: value})
+        assert caught.value.field == field

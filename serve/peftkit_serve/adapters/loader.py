@@ -16,8 +16,8 @@ from transformers import AutoConfig
 
 from peftkit.artifact import Artifact, read_adapter
 from peftkit.base import BaseInfo, module_shapes
-from peftkit.errors import AdapterError
-from peftkit.methods import LoraConfig, MethodConfig
+from peftkit.errors import AdapterError, UnsupportedError
+from peftkit.methods import LoraConfig, MethodConfig, PromptTuningConfig, PTuningConfig
 from peftkit_serve.adapters.memory import PackedLora, pack_lora
 from peftkit_serve.models.spec import ModelSpec
 
@@ -87,6 +87,8 @@ class AdapterLoader:
                     f"{artifact.path} needs {lora.nbytes} bytes of adapter memory, there are {self._max_lora_bytes}"
                 )
             return LoadedAdapter(artifact.uid, artifact.config, artifact.record, lora=lora)
+        if not isinstance(artifact.config, PromptTuningConfig | PTuningConfig):
+            raise UnsupportedError(f"{artifact.path}: adapters of kind {artifact.config.kind} can't be served")
         embeddings_VH = artifact.tensors["prompt_embeddings"]
         if embeddings_VH.shape[0] > self._max_virtual_tokens:
             raise AdapterError(
