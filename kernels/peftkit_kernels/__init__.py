@@ -1,11 +1,13 @@
 """Pure functions on tensors: what a paged decoder with adapters computes. Knows nothing of models or servers.
 
 Each operation checks its arguments (ValueError names the tensor, what it is and what was wanted) and runs the fastest
-implementation for its device; `reference.py` says what it computes. Importing this package never imports triton.
+implementation for its device; `reference.py` and `grouped.py` say what it computes. Importing this package never
+imports triton.
 """
 
-from peftkit_kernels import checks, reference
+from peftkit_kernels import checks, grouped, reference
 from peftkit_kernels.dispatch import dispatched
+from peftkit_kernels.grouped import BOTTLENECK_INPUTS, NON_LINEARITIES
 from peftkit_kernels.reference import pack_linear
 from peftkit_kernels.segments import Segments, sort_by_slot
 
@@ -16,7 +18,8 @@ rope_write_kv = dispatched(checks.rope_write_kv)(reference.rope_write_kv)
 paged_attention = dispatched(checks.paged_attention)(reference.paged_attention)
 silu_and_mul = dispatched(checks.gated_activation)(reference.silu_and_mul)
 gelu_tanh_and_mul = dispatched(checks.gated_activation)(reference.gelu_tanh_and_mul)
-grouped_lora = dispatched(checks.grouped_lora)(reference.grouped_lora)
+grouped_lora = dispatched(checks.grouped_lora)(grouped.grouped_lora)
+grouped_bottleneck = dispatched(checks.grouped_bottleneck)(grouped.grouped_bottleneck)
 nf4_dequantize = dispatched(checks.nf4_dequantize)(reference.nf4_dequantize)
 copy_pages = dispatched(checks.copy_pages)(reference.copy_pages)
 sample = dispatched(checks.sample)(reference.sample)
@@ -31,9 +34,12 @@ __all__ = [
     "silu_and_mul",
     "gelu_tanh_and_mul",
     "grouped_lora",
+    "grouped_bottleneck",
     "nf4_dequantize",
     "copy_pages",
     "sample",
+    "BOTTLENECK_INPUTS",
+    "NON_LINEARITIES",
     "Segments",
     "sort_by_slot",
 ]

@@ -90,6 +90,7 @@ def grouped_lora(
     offset_b_PS: Tensor,
     rank_PS: Tensor,
     scale_PS: Tensor,
+    offset_c_PS: Tensor,
     out_features: tuple[int, ...],
     *,
     deterministic: bool = False,
@@ -97,14 +98,38 @@ def grouped_lora(
     _tensor("x_TI", x_TI, (None, None), FLOATS)
     _tensor("y_TO", y_TO, (x_TI.shape[0], sum(out_features)), (x_TI.dtype,), x_TI)
     _tensor("weights", weights, (None,), (x_TI.dtype,), x_TI)
-    _tensor("row_X", row_X, (None,), INT64, x_TI)
-    _tensor("segment_slot_G", segment_slot_G, (None,), INT32, x_TI)
-    _tensor("segment_start_G1", segment_start_G1, (segment_slot_G.shape[0] + 1,), INT32, x_TI)
+    _segments(row_X, segment_start_G1, segment_slot_G, x_TI)
     _tensor("offset_a_PS", offset_a_PS, (len(out_features), None), INT64, x_TI)
     table = tuple(offset_a_PS.shape)
     _tensor("offset_b_PS", offset_b_PS, table, INT64, x_TI)
     _tensor("rank_PS", rank_PS, table, INT32, x_TI)
     _tensor("scale_PS", scale_PS, table, FLOAT32, x_TI)
+    _tensor("offset_c_PS", offset_c_PS, table, INT64, x_TI)
+
+
+def grouped_bottleneck(
+    y_TH: Tensor,
+    residual_TH: Tensor,
+    weights: Tensor,
+    row_X: Tensor,
+    segment_start_G1: Tensor,
+    segment_slot_G: Tensor,
+    offset_S: Tensor,
+    width_S: Tensor,
+    scale_S: Tensor,
+    form_S3: Tensor,
+    *,
+    deterministic: bool = False,
+) -> None:
+    _tensor("y_TH", y_TH, (None, None), FLOATS)
+    _tensor("residual_TH", residual_TH, tuple(y_TH.shape), (y_TH.dtype,), y_TH)
+    _tensor("weights", weights, (None,), (y_TH.dtype,), y_TH)
+    _segments(row_X, segment_start_G1, segment_slot_G, y_TH)
+    _tensor("offset_S", offset_S, (None,), INT64, y_TH)
+    num_slots = offset_S.shape[0]
+    _tensor("width_S", width_S, (num_slots,), INT32, y_TH)
+    _tensor("scale_S", scale_S, (num_slots,), FLOAT32, y_TH)
+    _tensor("form_S3", form_S3, (num_slots, 3), INT32, y_TH)
 
 
 def copy_pages(kv_PZ2KD: Tensor, source_X: Tensor, destination_X: Tensor) -> None:
@@ -157,6 +182,12 @@ def _pages(kv_PZ2KD: Tensor, like: Tensor) -> None:
     _tensor("kv_PZ2KD", kv_PZ2KD, (None, None, 2, None, like.shape[2]), (like.dtype,), like)
     if not kv_PZ2KD.is_contiguous():
         raise ValueError("kv_PZ2KD isn't contiguous: a contiguous tensor is wanted")
+
+
+def _segments(row_X: Tensor, segment_start_G1: Tensor, segment_slot_G: Tensor, like: Tensor) -> None:
+    _tensor("row_X", row_X, (None,), INT64, like)
+    _tensor("segment_slot_G", segment_slot_G, (None,), INT32, like)
+    _tensor("segment_start_G1", segment_start_G1, (segment_slot_G.shape[0] + 1,), INT32, like)
 
 
 def _tensor(

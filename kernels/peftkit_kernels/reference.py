@@ -1,5 +1,7 @@
 """Each operation in plain PyTorch: the specification, the test oracle and the CPU path.
 
+The operations that every row does with its own adapter's weights are in `grouped.py`.
+
 Shape letters: T packed tokens of a step, N requests, H hidden, I in, O out, Q query heads, K KV heads, D head size,
 E = D / 2, P pages, Z tokens a page, M pages a request, V vocabulary. A packed tensor holds the new tokens of all
 requests one request after another; request n has the rows `cu_seqlens_N1[n]` to `cu_seqlens_N1[n + 1]`.
@@ -16,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TILE = 16
-"""Rows of a tile in deterministic mode."""
+from peftkit_kernels.tiles import activate, aligned_product, by_tiles, gelu_tanh
 
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -31,7 +32,6 @@ _NUCLEUS = (512, 8192)  # largest weights looked at before all are sorted: 0.1 a
 _SHORT = 192  # single rows with contexts up to here are gathered together: 16 × 64 positions 0.4 ms a layer, not 0.7
 _GATHER_BYTES = 4 << 20  # what is gathered at once stays in cache
 _GAMMA = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15, the golden ratio's odd 64-bit fraction, as a signed integer
-_LINE_BYTES = 64
 _MIN_PACKED_ROWS = 4  # oneDNN is quicker at 4 rows than at 1 to 3: 27 ms against 35 for a 135M model on one Zen 4 core
 
 
@@ -64,9 +64,9 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, det
         return _matmul(x_TI, weight_OI, bias_O)
     y_TO = x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0])
     if weight_OI.is_mkldnn:
-        _by_tiles(y_TO, x_TI, lambda tile_TI: _matmul(tile_TI, weight_OI, bias_O))
+        by_tiles(y_TO, x_TI, lambda tile_TI: _matmul(tile_TI, weight_OI, bias_O))
         return y_TO
-    _by_tiles(y_TO, x_TI, lambda tile_TI: _aligned_product(tile_TI, weight_OI.T))
+    by_tiles(y_TO, x_TI, lambda tile_TI: aligned_product(tile_TI, weight_OI.T))
     return y_TO if bias_O is None else y_TO.add_(bias_O)
 
 
@@ -112,52 +112,7 @@ def silu_and_mul(x_TO: Tensor, *, deterministic: bool = False) -> Tensor:
 
 def gelu_tanh_and_mul(x_TO: Tensor, *, deterministic: bool = False) -> Tensor:
     """GeGLU's activation. Semantics: `y[t] = gelu_tanh(x[t, :O/2]) * x[t, O/2:]`. Returns y of half the width."""
-    return _gate(_gelu_tanh, x_TO, deterministic)
-
-
-def grouped_lora(
-    y_TO: Tensor,
-    x_TI: Tensor,
-    weights: Tensor,
-    row_X: Tensor,
-    segment_start_G1: Tensor,
-    segment_slot_G: Tensor,
-    offset_a_PS: Tensor,
-    offset_b_PS: Tensor,
-    rank_PS: Tensor,
-    scale_PS: Tensor,
-    out_features: tuple[int, ...],
-    *,
-    deterministic: bool = False,
-) -> Tensor:
-    """Adds each row's own low-rank update to y, in place; several projections of one input at once.
-
-    Here P counts the projections that y holds side by side, S the adapter slots, G the segments, X the adapted rows.
-    Semantics, for each segment g with slot s = segment_slot[g], each row t = row[i] with segment_start[g] ≤ i <
-    segment_start[g + 1], each projection p with r = rank[p, s] > 0, whose columns c follow those of the projections
-    before it:
-        A = weights[offset_a[p, s] :][: r * I] as (r, I);  B = weights[offset_b[p, s] :][: r * out] as (r, out)
-        y[t, c] += scale[p, s] * (x[t] @ Aᵀ) @ B
-    A projection of rank 0 is not adapted by that slot: its columns get + 0. Rows outside the segments are not touched.
-    weights: one flat buffer in x's dtype. row_X: int64, all different. segment_start_G1: int32, from 0 to X, ascending
-    (equal neighbours: an empty segment). segment_slot_G: int32. offset_a_PS, offset_b_PS: int64, in elements.
-    rank_PS: int32. scale_PS: float32. `sum(out_features) == O`. Returns y_TO.
-    """
-    starts, slots = segment_start_G1.tolist(), segment_slot_G.tolist()
-    offsets_a, offsets_b, ranks, scales = (table.tolist() for table in (offset_a_PS, offset_b_PS, rank_PS, scale_PS))
-    x_XI = x_TI.index_select(0, row_X)
-    delta_XO = y_TO.new_zeros(x_XI.shape[0], y_TO.shape[1])
-    in_features, width = x_TI.shape[1], y_TO.shape[1]
-    for start, end, slot in zip(starts, starts[1:], slots, strict=False):
-        x, column = x_XI[start:end], 0
-        for p, out in enumerate(out_features):
-            if end > start and (rank := ranks[p][slot]):
-                a_IR = weights.as_strided((in_features, rank), (1, in_features), offsets_a[p][slot])
-                b_RO = weights.as_strided((rank, out), (out, 1), offsets_b[p][slot])
-                delta = delta_XO.as_strided((end - start, out), (width, 1), start * width + column)
-                _write_low_rank(delta, x, a_IR, b_RO, scales[p][slot], deterministic)
-            column += out
-    return y_TO.index_add_(0, row_X, delta_XO)
+    return _gate(gelu_tanh, x_TO, deterministic)
 
 
 def paged_attention(
@@ -289,47 +244,9 @@ def _matmul(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x_TI, weight_OI, bias_O, "none", [], "")[:num_rows]
 
 
-def _by_tiles(y_TO: Tensor, x_TI: Tensor, product: Callable[[Tensor], Tensor]) -> None:
-    """Writes `product` of x's rows to y, in tiles of `TILE` rows of which the last is filled up with zero rows."""
-    for x, y in zip(x_TI.split(TILE), y_TO.split(TILE), strict=True):
-        tile = _aligned_rows(x, x.shape[1])
-        tile[: x.shape[0]] = x
-        y.copy_(product(tile)[: x.shape[0]])
-
-
-def _aligned_product(x_TI: Tensor, w_IO: Tensor) -> Tensor:
-    return torch.mm(x_TI, w_IO, out=_aligned_rows(x_TI, w_IO.shape[1]))
-
-
-def _aligned_rows(like: Tensor, num_columns: int) -> Tensor:
-    """A tile of zero rows that each start on a cache line.
-
-    BLAS rounds by where a row lies: over rows that follow each other closely, 43 % of small products had other bits
-    when their rows changed places; over such tiles none of 6000 had, with 1 and 2 threads, AVX2 and AVX-512.
-    """
-    line = _LINE_BYTES // like.element_size()
-    return like.new_zeros(TILE, -(-num_columns // line) * line)[:, :num_columns]
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
 def _gate(activation: Callable[[Tensor], Tensor], x_TO: Tensor, deterministic: bool) -> Tensor:
     gate, up = x_TO.chunk(2, dim=1)
-    if not deterministic:
-        return activation(gate).mul_(up)
-    y = torch.empty_like(up)
-    for row, out in zip(gate, y, strict=True):  # over a whole tensor exp rounds by place: vector lanes, scalar tail
-        out.copy_(activation(row))
-    return y.mul_(up)
-
-
-def _write_low_rank(y_TO: Tensor, x_TI: Tensor, a_IR: Tensor, b_RO: Tensor, scale: float, deterministic: bool) -> None:
-    if deterministic:
-        _by_tiles(y_TO, x_TI, lambda tile: _aligned_product(_aligned_product(tile, a_IR), b_RO).mul_(scale))
-    else:
-        torch.addmm(y_TO, torch.mm(x_TI, a_IR), b_RO, beta=0, alpha=scale, out=y_TO)
+    return activate(activation, gate, deterministic=deterministic).mul_(up)
 
 
 def _alike(requests: list[int], contexts: list[int], max_positions: int) -> list[list[int]]:

@@ -39,9 +39,9 @@ class EngineStats(TypedDict):
     adapters: int
     """Registered names."""
     adapters_resident: int
-    """On the device, LoRA and prompt."""
+    """On the device, of any kind."""
     adapter_slots: int
-    """LoRA adapters that can be resident at a time."""
+    """LoRA and bottleneck adapters that can be resident at a time."""
     running_adapters: list[str]
     """Uids of the adapters of running requests."""
     waiting_adapters: list[str]
@@ -79,9 +79,9 @@ class Engine:
         base: what `resolve_base` takes, or what it returned.
         max_tokens_per_step: token budget of a step, prompts and generated tokens together.
         max_requests: most requests in a step; others wait.
-        max_adapters: LoRA adapters on the device at a time; any number can be registered.
+        max_adapters: LoRA and bottleneck adapters on the device at a time; any number can be registered.
         num_pages: KV memory in pages of 16 tokens; None takes what the device's memory leaves.
-        adapter_bytes: memory of LoRA adapters on the device; None takes room for `max_adapters` of rank 64.
+        adapter_bytes: memory of these adapters on the device; None takes room for `max_adapters` LoRAs of rank 64.
         deterministic: a request's tokens don't depend on what else is in its batch, at some cost in speed.
 
         Raises BaseModelError for a base that can't be served, InputError for a bad number, RunError when the device
@@ -104,7 +104,13 @@ class Engine:
         self.spec: ModelSpec = self._runner.spec
         self._pages = PageAllocator(self._runner.num_pages)
         memory = self._runner.memory
-        self._pool = AdapterPool(memory, self._pages, self._runner.compute_prefix, num_slots=max_adapters)
+        self._pool = AdapterPool(
+            memory,
+            self._pages,
+            compute_prefix=self._runner.compute_prefix,
+            write_prefix=self._runner.write_prefix,
+            num_slots=max_adapters,
+        )
         self._scheduler = Scheduler(
             self._pages, self._pool, max_tokens_per_step=max_tokens_per_step, max_requests=max_requests
         )
@@ -112,7 +118,8 @@ class Engine:
             self.base,
             self.spec,
             dtype=memory.weights.dtype,
-            max_lora_bytes=memory.capacity_bytes,
+            base_linear=self._runner.base_linear,
+            max_weight_bytes=memory.capacity_bytes,
             max_virtual_tokens=max(0, min(self.spec.max_position, self._scheduler.max_text_tokens(1)) - 2),
         )
         self.adapters = AdapterStore(loader, self._pool)

@@ -32,7 +32,7 @@ class Chunk:
     block_table: tuple[int, ...]
     """Pages of the request in order of position; they cover `start + len(token_ids)` positions."""
     slot: int
-    """Adapter slot whose weights apply to these rows; -1 is the bare base (prompt-family adapters too)."""
+    """Adapter slot whose weights apply to these rows; -1 is the bare base (virtual tokens alone have no slot)."""
     num_virtual: int
     """Virtual tokens at the head of the block table; they stay visible under a sliding window."""
     sample: Sample | None

@@ -9,11 +9,12 @@ from torch import Tensor
 from peftkit.base import BaseInfo, Quant, auto_device, auto_dtype
 from peftkit.errors import InputError, RunError
 from peftkit_kernels import copy_pages
-from peftkit_serve.adapters.memory import UNIT_BYTES, LoraMemory
+from peftkit_serve.adapters.memory import AdapterMemory
+from peftkit_serve.adapters.packing import UNIT_BYTES
 from peftkit_serve.batch import build_batch
 from peftkit_serve.models.decoder import Decoder
 from peftkit_serve.models.spec import ModelSpec, read_spec
-from peftkit_serve.models.weights import load_weights
+from peftkit_serve.models.weights import base_linear, load_weights
 from peftkit_serve.pages import PAGE_TOKENS, pages_for
 from peftkit_serve.plan import Chunk, StepPlan, StepResult
 from peftkit_serve.sampler import draw
@@ -38,10 +39,11 @@ class Runner:
         deterministic: bool = False,
     ) -> None:
         """
-        num_slots: LoRA adapters on the device at a time.
+        num_slots: LoRA and bottleneck adapters on the device at a time.
         num_pages: KV memory in pages; None takes what the device's memory leaves, and no more than `max_requests`
             sequences of full length can use.
-        adapter_bytes: LoRA memory; None takes room for all slots at rank 64, at most a quarter of what is free.
+        adapter_bytes: their memory; None takes room for a LoRA of rank 64 in each slot, at most a quarter of what is
+            free.
         deterministic: a request's tokens don't depend on what else is in its steps.
 
         Raises BaseModelError for a base that can't be served, InputError for a bad number, RunError when the device
@@ -50,7 +52,7 @@ class Runner:
         where = auto_device(device)
         dtype = auto_dtype("auto", where)
         self.spec: ModelSpec = read_spec(base.path)
-        weights = load_weights(base.path, self.spec, quant=quant, dtype=dtype, device=where)
+        weights = self._weights = load_weights(base.path, self.spec, quant=quant, dtype=dtype, device=where)
         self.weight_bytes = weights.nbytes
         """Bytes of all weights held, NF4 codes and their dequantised copies both."""
         free = _free_bytes(where)
@@ -64,7 +66,9 @@ class Runner:
             raise InputError(f"num_pages is {num_pages}: it must be at least 1", field="num_pages")
         self.num_pages = num_pages
         self._kv = _allocate_kv(self.spec, num_pages, dtype, where)
-        self.memory = LoraMemory(self.spec, num_slots=num_slots, budget_bytes=adapter_bytes, dtype=dtype, device=where)
+        self.memory = AdapterMemory(
+            self.spec, num_slots=num_slots, budget_bytes=adapter_bytes, dtype=dtype, device=where
+        )
         self._device = where
         self._decoder = Decoder(
             self.spec,
@@ -97,11 +101,28 @@ class Runner:
         return StepResult(dict(zip([request_id for request_id, _ in drawing], tokens, strict=True)))
 
     @torch.inference_mode()
-    def compute_prefix(self, embeddings_VH: Tensor, block_table: Sequence[int]) -> None:
-        """Writes the keys and values of V virtual tokens, positions 0 to V - 1, into the pages of a block table."""
+    def compute_prefix(self, embeddings_VH: Tensor, block_table: Sequence[int], slot: int = -1) -> None:
+        """Computes the keys and values of V virtual tokens, positions 0 to V - 1, into the pages of a block table.
+
+        slot: the adapter whose weights apply to them, where a LoRA or bottleneck adapter goes with the tokens.
+        """
         num_virtual = embeddings_VH.shape[0]
-        chunk = Chunk("", (0,) * num_virtual, 0, tuple(block_table), -1, num_virtual, None)
+        chunk = Chunk("", (0,) * num_virtual, 0, tuple(block_table), slot, num_virtual, None)
         self._forward([chunk], embeddings_VH)
+
+    @torch.inference_mode()
+    def write_prefix(self, kv_VL2KD: Tensor, block_table: Sequence[int]) -> None:
+        """Writes V virtual keys and values of every layer as positions 0 to V - 1 into the pages of a block table."""
+        position_V = torch.arange(kv_VL2KD.shape[0])
+        page_V = torch.tensor(block_table)[position_V // PAGE_TOKENS]
+        cell_V = (page_V * PAGE_TOKENS + position_V % PAGE_TOKENS).to(self._device)
+        for kv, layer_V2KD in zip(self._kv, kv_VL2KD.to(self._device, self._kv[0].dtype).unbind(1), strict=True):
+            kv.view(-1, *kv.shape[2:]).index_copy_(0, cell_V, layer_V2KD)
+
+    @torch.inference_mode()
+    def base_linear(self, layer: int, projection: int) -> tuple[Tensor, Tensor | None]:
+        """The base's weight (out, in) and bias (out) for one of `PROJECTIONS`; may be called from any thread."""
+        return base_linear(self._weights, self.spec, layer, projection)
 
     def _forward(self, chunks: Sequence[Chunk], embeddings_TH: Tensor | None = None) -> Tensor:
         batch = build_batch(chunks, page_tokens=PAGE_TOKENS, device=self._device)

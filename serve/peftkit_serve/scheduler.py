@@ -27,9 +27,9 @@ class Residence:
     """Where a resident adapter stands: what a chunk of its requests is computed with."""
 
     slot: int = -1
-    """LoRA slot; -1 is the bare base."""
+    """Slot of its LoRA or bottleneck weights; -1 is the bare base."""
     prefix: Prefix = NO_PREFIX
-    """Virtual tokens at the head of the block table; empty for a LoRA."""
+    """Virtual tokens at the head of the block table; empty for an adapter without."""
 
 
 class AdapterLeases(Protocol):
@@ -56,7 +56,7 @@ class AdapterLeases(Protocol):
         ...
 
     def num_pages_to_pin(self, uid: str) -> int:
-        """Free pages that `pin` would take now; 0 for a LoRA and for a resident prefix."""
+        """Free pages that `pin` would take now; 0 without a prefix and for a resident one."""
         ...
 
     def reclaim(self, num_pages: int, keep: str | None) -> bool:

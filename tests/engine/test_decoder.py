@@ -22,7 +22,7 @@ from transformers import (
 
 from peftkit.base import BaseInfo
 from peftkit.methods.lora import LoraSite
-from peftkit_serve.adapters.memory import pack_lora
+from peftkit_serve.adapters.packing import pack_lora
 from peftkit_serve.plan import Chunk, Sample
 from peftkit_serve.request import SamplingParams
 from peftkit_serve.runner import Runner

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qw
 
 from peftkit.base import BaseInfo, module_shapes
 from peftkit.methods import LoraConfig
-from peftkit_serve.adapters.memory import PackedLora, pack_lora
+from peftkit_serve.adapters.packing import PackedAdapter, pack_lora
 from peftkit_serve.plan import Chunk, Sample
 from peftkit_serve.request import SamplingParams
 from peftkit_serve.runner import Runner
@@ -54,7 +54,7 @@ def folder(seed: int, config: PretrainedConfig, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def random_lora(config: PretrainedConfig, runner: Runner, **fields: Any) -> PackedLora:
+def random_lora(config: PretrainedConfig, runner: Runner, **fields: Any) -> PackedAdapter:
     sites = LoraConfig(**fields).resolve(module_shapes(config))
     tensors = {}
     for path, site in sites.items():

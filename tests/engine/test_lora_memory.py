@@ -11,7 +11,8 @@ from torch import Tensor
 
 from peftkit.errors import AdapterError, UnsupportedError
 from peftkit.methods.lora import LoraSite
-from peftkit_serve.adapters.memory import UNIT_BYTES, LoraMemory, PackedLora, pack_lora
+from peftkit_serve.adapters.memory import AdapterMemory
+from peftkit_serve.adapters.packing import UNIT_BYTES, PackedAdapter, pack_lora
 from peftkit_serve.models.spec import PROJECTIONS, ModelSpec
 
 SPEC = ModelSpec(
@@ -51,7 +52,7 @@ class Lora:
             self.tensors[f"base_model.model.{path}.lora_A.weight"] = torch.randn(r, inside)
             self.tensors[f"base_model.model.{path}.lora_B.weight"] = torch.randn(out, r)
 
-    def pack(self, **settings: Any) -> PackedLora:
+    def pack(self, **settings: Any) -> PackedAdapter:
         return pack_lora(self.tensors, self.sites, SPEC, **settings)
 
 
@@ -65,15 +66,15 @@ def random_lora(rng: random.Random) -> Lora:
     return Lora({site: rng.choice([1, 7, 40, 90]) for site in rng.sample(sites, rng.randint(1, len(sites)))})
 
 
-def make_memory(units: int, **settings: Any) -> LoraMemory:
+def make_memory(units: int, **settings: Any) -> AdapterMemory:
     defaults: dict[str, Any] = {"num_slots": 4, "dtype": torch.float32, "device": torch.device("cpu")}
-    return LoraMemory(SPEC, budget_bytes=units * UNIT_BYTES, **(defaults | settings))
+    return AdapterMemory(SPEC, budget_bytes=units * UNIT_BYTES, **(defaults | settings))
 
 
-def assert_holds(memory: LoraMemory, slot: int, lora: Lora | None, dtype: torch.dtype = torch.float32) -> None:
+def assert_holds(memory: AdapterMemory, slot: int, lora: Lora | None, dtype: torch.dtype = torch.float32) -> None:
     """The tables of a slot lead to the LoRA's own A and B everywhere, and to nothing where it has none."""
     for layer in range(3):
-        offset_a, offset_b, rank, scale = (table[:, slot].tolist() for table in memory.tables(layer))
+        offset_a, offset_b, rank, scale, _ = (table[:, slot].tolist() for table in memory.tables(layer))
         for p, name in enumerate(PROJECTIONS):
             path = f"model.layers.{layer}.{name}"
             if lora is None or path not in lora.sites:
@@ -95,7 +96,11 @@ def test_a_loaded_adapter_is_found_through_the_tables(seed: int, dtype: torch.dt
     memory.load(2, packed)
     assert_holds(memory, 2, lora, dtype)
     assert memory.used_bytes() == packed.nbytes and packed.nbytes % UNIT_BYTES == 0
-    assert all(offset * dtype.itemsize % 64 == 0 for layer in packed.layers for offset in layer.offset_a)
+    assert all(
+        offset * dtype.itemsize % 64 == 0
+        for layer in packed.layers
+        for offset in (span.offset_a for span in layer.lora)
+    )
     memory.check_integrity()
 
 
@@ -164,7 +169,7 @@ def test_a_load_that_fails_midway_leaves_nothing(seed: int, monkeypatch: pytest.
     packed = everywhere(4).pack()
     broken = replace(packed.layers[2], weights=torch.zeros(packed.layers[2].weights.numel(), device="meta"))
     with pytest.raises(NotImplementedError):
-        memory.load(1, PackedLora((*packed.layers[:2], broken)))
+        memory.load(1, PackedAdapter((*packed.layers[:2], broken)))
     memory.check_integrity()
     assert memory.used_bytes() == 0
     memory.load(1, packed)
@@ -201,7 +206,7 @@ def test_modules_that_are_no_linear_projection_are_refused_by_name(path: str) ->
 
 def test_tensors_that_would_not_be_applied_are_refused_by_name() -> None:
     lora = Lora({(0, "mlp.up_proj"): 2})
-    extra = "base_model.model.model.layers.0.mlp.up_proj.lora_magnitude_vector"
+    extra = "base_model.model.model.layers.0.mlp.up_proj.lora_bias"
     with pytest.raises(UnsupportedError, match=f"tensor {extra} can't be served"):
         pack_lora(lora.tensors | {extra: torch.zeros(3)}, lora.sites, SPEC)
 

@@ -14,7 +14,7 @@ from peftkit.artifact import read_adapter
 from peftkit.base import BaseInfo, module_shapes
 from peftkit.errors import InputError, RunError
 from peftkit.methods import LoraConfig
-from peftkit_serve.adapters.memory import pack_lora
+from peftkit_serve.adapters.packing import pack_lora
 from peftkit_serve.batch import build_batch
 from peftkit_serve.models.spec import read_spec
 from peftkit_serve.plan import Chunk, Sample, StepPlan

@@ -10,6 +10,7 @@ from torch import Tensor
 from peftkit_kernels import (
     Segments,
     gelu_tanh_and_mul,
+    grouped_bottleneck,
     grouped_lora,
     linear,
     pack_linear,
@@ -88,7 +89,8 @@ def test_grouped_lora(seed: int, ranks: tuple[int, ...]) -> None:
     weights = torch.randn(100_000)
     offset_a = torch.arange(6).view(2, 3) * 16_384
     rank = torch.tensor([ranks, ranks[::-1]], dtype=torch.int32)
-    tables = (offset_a, offset_a + 8192 + 1024, rank, torch.randn(2, 3))
+    offset_c = torch.tensor([[99_000, -1, 99_100], [-1, -1, 99_200]])
+    tables = (offset_a, offset_a + 8192 + 1024, rank, torch.randn(2, 3), offset_c)
     slots = torch.tensor([rng.randint(-1, 2) for _ in range(60)])
     x, y = torch.randn(60, in_features), torch.randn(60, 50)
 
@@ -96,6 +98,31 @@ def test_grouped_lora(seed: int, ranks: tuple[int, ...]) -> None:
         segments: Segments = sort_by_slot(slots[rows])
         table = (segments.row_X, segments.start_G1, segments.slot_G)
         return grouped_lora(y[rows], x[rows], weights, *table, *tables, out_features, deterministic=True)
+
+    whole = adapted(list(range(60)))
+    for rows in mixtures(rng, 60):
+        assert torch.equal(adapted(rows), whole[rows])
+
+
+@pytest.mark.parametrize("widths", [(1, 2, 9), (0, 16, 33)], ids=str)
+def test_grouped_bottleneck(seed: int, widths: tuple[int, ...]) -> None:
+    rng = random.Random(seed)
+    hidden = rng.choice([17, 40, 72])
+    weights = torch.randn(60_000)
+    forms = [[rng.randrange(3), rng.randrange(5), rng.randrange(2)] for _ in widths]
+    tables = (
+        torch.arange(3) * 20_000,
+        torch.tensor(widths, dtype=torch.int32),
+        torch.randn(3),
+        torch.tensor(forms, dtype=torch.int32),
+    )
+    slots = torch.tensor([rng.randint(-1, 2) for _ in range(60)])
+    y, residual = torch.randn(60, hidden), torch.randn(60, hidden)
+
+    def adapted(rows: list[int]) -> Tensor:
+        segments: Segments = sort_by_slot(slots[rows])
+        table = (segments.row_X, segments.start_G1, segments.slot_G)
+        return grouped_bottleneck(y[rows], residual[rows], weights, *table, *tables, deterministic=True)
 
     whole = adapted(list(range(60)))
     for rows in mixtures(rng, 60):

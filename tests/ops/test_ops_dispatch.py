@@ -31,8 +31,25 @@ def lora(**changed: Tensor) -> Callable[[], object]:
         "offset_b_PS": zeros(1, 2, dtype=torch.int64),
         "rank_PS": zeros(1, 2, dtype=INT),
         "scale_PS": zeros(1, 2),
+        "offset_c_PS": zeros(1, 2, dtype=torch.int64),
     }
     return lambda: ops.grouped_lora(**(arguments | changed), out_features=(6,))  # type: ignore[arg-type]
+
+
+def bottleneck(**changed: Tensor) -> Callable[[], object]:
+    arguments: dict[str, Tensor] = {
+        "y_TH": zeros(4, 6),
+        "residual_TH": zeros(4, 6),
+        "weights": zeros(30),
+        "row_X": torch.tensor([1, 2]),
+        "segment_start_G1": torch.tensor([0, 2], dtype=INT),
+        "segment_slot_G": torch.tensor([0], dtype=INT),
+        "offset_S": zeros(2, dtype=torch.int64),
+        "width_S": zeros(2, dtype=INT),
+        "scale_S": zeros(2),
+        "form_S3": zeros(2, 3, dtype=INT),
+    }
+    return lambda: ops.grouped_bottleneck(**(arguments | changed))  # type: ignore[arg-type]
 
 
 def attention(**changed: Tensor) -> Callable[[], object]:
@@ -77,6 +94,10 @@ def attention(**changed: Tensor) -> Callable[[], object]:
         ),
         (lora(y_TO=zeros(4, 7)), r"y_TO has shape \[4, 7\]: \(4, 6\) is wanted"),
         (lora(rank_PS=zeros(1, 3, dtype=INT)), r"rank_PS has shape \[1, 3\]: \(1, 2\) is wanted"),
+        (lora(offset_c_PS=zeros(1, 2)), "offset_c_PS is torch.float32: torch.int64 is wanted"),
+        (bottleneck(residual_TH=zeros(3, 6)), r"residual_TH has shape \[3, 6\]: \(4, 6\) is wanted"),
+        (bottleneck(form_S3=zeros(2, 2, dtype=INT)), r"form_S3 has shape \[2, 2\]: \(2, 3\) is wanted"),
+        (bottleneck(width_S=zeros(3, dtype=INT)), r"width_S has shape \[3\]: \(2\) is wanted"),
         (lora(weights=zeros(30).bfloat16()), "weights is torch.bfloat16: torch.float32 is wanted"),
         (lora(segment_start_G1=zeros(3, dtype=INT)), r"segment_start_G1 has shape \[3\]: \(2\) is wanted"),
         (

@@ -1,4 +1,4 @@
-"""Grouped LoRA against float64 products row by row, and the table of rows by adapter."""
+"""Grouped LoRA, DoRA included, against float64 products row by row, and the table of rows by adapter."""
 
 import random
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from peftkit_kernels import Segments, grouped_lora, sort_by_slot
 
 
 class Adapters:
-    """Random LoRAs in a flat buffer with NaN between them; rank 0 is a projection that is left alone."""
+    """Random LoRAs, some of them DoRAs, in a flat buffer with NaN between them; rank 0 leaves a projection alone."""
 
     def __init__(self, in_features: int, out_features: tuple[int, ...], ranks: list[list[int]]) -> None:
         self.in_features, self.out_features = in_features, out_features
@@ -20,7 +20,8 @@ class Adapters:
         self.a: dict[tuple[int, int], Tensor] = {}
         self.b: dict[tuple[int, int], Tensor] = {}
         self.offset_a = torch.full((len(out_features), num_slots), -1, dtype=torch.int64)
-        self.offset_b = self.offset_a.clone()
+        self.c: dict[tuple[int, int], Tensor] = {}
+        self.offset_b, self.offset_c = self.offset_a.clone(), self.offset_a.clone()
         self.rank = torch.tensor(ranks, dtype=torch.int32)
         self.scale = torch.randn(len(out_features), num_slots)
         pieces: list[Tensor] = []
@@ -28,14 +29,18 @@ class Adapters:
             for s in range(num_slots):
                 if r := ranks[p][s]:
                     self.a[p, s], self.b[p, s] = torch.randn(r, in_features), torch.randn(r, out)
-                    for matrix, offset in ((self.a[p, s], self.offset_a), (self.b[p, s], self.offset_b)):
+                    matrices = [(self.a[p, s], self.offset_a), (self.b[p, s], self.offset_b)]
+                    if torch.rand(()) < 0.4:
+                        self.c[p, s] = torch.randn(2, out)
+                        matrices.append((self.c[p, s], self.offset_c))
+                    for matrix, offset in matrices:
                         pieces.append(torch.full((random.randrange(5),), float("nan")))
                         offset[p, s] = sum(piece.numel() for piece in pieces)
                         pieces.append(matrix.flatten())
         self.weights = torch.cat([*pieces, torch.full((3,), float("nan"))])
 
     def add(self, y: Tensor, x: Tensor, segments: Segments, **options: Any) -> Tensor:
-        tables = (self.offset_a, self.offset_b, self.rank, self.scale)
+        tables = (self.offset_a, self.offset_b, self.rank, self.scale, self.offset_c)
         rows = (segments.row_X, segments.start_G1, segments.slot_G)
         return grouped_lora(y, x, self.weights, *rows, *tables, self.out_features, **options)
 
@@ -46,7 +51,11 @@ class Adapters:
             for p, out in enumerate(self.out_features):
                 if s >= 0 and self.rank[p, s]:
                     update = x[t].double() @ self.a[p, s].double().T @ self.b[p, s].double()
-                    total[t, column : column + out] += self.scale[p, s].double() * update
+                    part = total[t, column : column + out]
+                    part += self.scale[p, s].double() * update
+                    if (p, s) in self.c:
+                        m, n = self.c[p, s].double()
+                        part += m * part + n
                 column += out
         return total
 

@@ -1,1 +1,1 @@
-"""Adapters in an engine: names and loading, residency, and the memory that holds LoRA weights."""
+"""Adapters in an engine: names and loading, residency, and the memory that holds adapters' weights."""

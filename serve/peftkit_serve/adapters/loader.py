@@ -1,5 +1,9 @@
 """From an adapter folder to what the pool makes resident: read, validated and packed on a thread of its own.
 
+    LoRA, bottleneck               weights for a slot of adapter memory
+    prompt tuning, P-tuning        embeddings of virtual tokens, whose keys and values the pool has computed
+    prefix tuning, P-tuning v2     keys and values of virtual tokens themselves
+
 The step loop never waits for a disk. One worker thread does all loads in turn, so an adapter that is asked for under
 several names is packed once.
 """
@@ -17,52 +21,71 @@ from transformers import AutoConfig
 from peftkit.artifact import Artifact, read_adapter
 from peftkit.base import BaseInfo, module_shapes
 from peftkit.errors import AdapterError, UnsupportedError
-from peftkit.methods import LoraConfig, MethodConfig, PromptTuningConfig, PTuningConfig
-from peftkit_serve.adapters.memory import PackedLora, pack_lora
+from peftkit.methods import (
+    BottleneckConfig,
+    LoraConfig,
+    MethodConfig,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    PTuningConfig,
+    PTuningV2Config,
+)
+from peftkit.methods.soft_prompt import KEY
+from peftkit_serve.adapters.packing import BaseLinear, PackedAdapter, pack_bottleneck, pack_lora
 from peftkit_serve.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class LoadedAdapter:
-    """An adapter in host memory, known to fit the base; `lora` or `embeddings_VH` is set, by its kind."""
+    """An adapter in host memory, known to fit the base."""
 
     uid: str
     config: MethodConfig
     record: dict[str, Any]
     """What `peftkit.json` says of its making; empty for a folder that another program wrote."""
-    lora: PackedLora | None = None
+    weights: PackedAdapter | None = None
+    """What a slot holds."""
     embeddings_VH: Tensor | None = None
     """Virtual tokens × hidden, on the CPU."""
+    kv_VL2KD: Tensor | None = None
+    """Virtual keys and values of each layer, on the CPU."""
 
     @property
     def num_virtual(self) -> int:
-        """Virtual tokens at the head of each request; 0 for a LoRA."""
-        return 0 if self.embeddings_VH is None else self.embeddings_VH.shape[0]
+        """Virtual tokens at the head of each request."""
+        return next((len(one) for one in (self.embeddings_VH, self.kv_VL2KD) if one is not None), 0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes: of adapter memory for a LoRA, of its embeddings for a prompt."""
-        if self.lora is not None:
-            return self.lora.nbytes
-        return 0 if self.embeddings_VH is None else self.embeddings_VH.nbytes
+        """Bytes that it takes: of adapter memory for weights, of its tensor for virtual tokens."""
+        return sum(one.nbytes for one in (self.weights, self.embeddings_VH, self.kv_VL2KD) if one is not None)
 
 
 class AdapterLoader:
     """Loads adapters for one base. Its threads touch no engine state."""
 
     def __init__(
-        self, base: BaseInfo, spec: ModelSpec, *, dtype: torch.dtype, max_lora_bytes: int, max_virtual_tokens: int
+        self,
+        base: BaseInfo,
+        spec: ModelSpec,
+        *,
+        dtype: torch.dtype,
+        base_linear: BaseLinear,
+        max_weight_bytes: int,
+        max_virtual_tokens: int,
     ) -> None:
         """
         dtype: that of adapter memory.
-        max_lora_bytes: size of adapter memory; a LoRA that needs more can never be resident and is refused.
+        base_linear: the base's weights, from which DoRA's scales are computed; called on the loader's thread.
+        max_weight_bytes: size of adapter memory; weights that need more can never be resident and are refused.
         max_virtual_tokens: virtual tokens that leave room for a prompt and an answer; more are refused.
         """
         self._base = base
         self._spec = spec
         self._dtype = dtype
         self._shapes = module_shapes(AutoConfig.from_pretrained(base.path))
-        self._max_lora_bytes = max_lora_bytes
+        self._base_linear = base_linear
+        self._max_weight_bytes = max_weight_bytes
         self._max_virtual_tokens = max_virtual_tokens
         self._loaded: weakref.WeakValueDictionary[str, LoadedAdapter] = weakref.WeakValueDictionary()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="peftkit-adapter-loader")
@@ -78,21 +101,36 @@ class AdapterLoader:
             loaded = self._loaded[artifact.uid] = self._pack(artifact)
         return loaded
 
+    @torch.inference_mode()
     def _pack(self, artifact: Artifact) -> LoadedAdapter:
-        if isinstance(artifact.config, LoraConfig):
-            sites = artifact.config.resolve(self._shapes)
-            lora = pack_lora(artifact.tensors, sites, self._spec, dtype=self._dtype)
-            if lora.nbytes > self._max_lora_bytes:
-                raise AdapterError(
-                    f"{artifact.path} needs {lora.nbytes} bytes of adapter memory, there are {self._max_lora_bytes}"
+        config, tensors = artifact.config, artifact.tensors
+        made: dict[str, Any] = {}
+        match config:
+            case LoraConfig():
+                sites = config.resolve(self._shapes)
+                made["weights"] = pack_lora(
+                    tensors, sites, self._spec, dtype=self._dtype, base_linear=self._base_linear
                 )
-            return LoadedAdapter(artifact.uid, artifact.config, artifact.record, lora=lora)
-        if not isinstance(artifact.config, PromptTuningConfig | PTuningConfig):
-            raise UnsupportedError(f"{artifact.path}: adapters of kind {artifact.config.kind} can't be served")
-        embeddings_VH = artifact.tensors["prompt_embeddings"]
-        if embeddings_VH.shape[0] > self._max_virtual_tokens:
+            case BottleneckConfig():
+                made["weights"] = pack_bottleneck(tensors, config, self._spec, dtype=self._dtype)
+            case PromptTuningConfig() | PTuningConfig():
+                made["embeddings_VH"] = tensors[KEY]
+            case PrefixTuningConfig() | PTuningV2Config():
+                sizes = (self._spec.num_layers, 2, self._spec.num_kv_heads, self._spec.head_dim)
+                made["kv_VL2KD"] = tensors[KEY].unflatten(1, sizes)
+            case _:
+                raise UnsupportedError(f"{artifact.path}: adapters of kind {config.kind} can't be served")
+        loaded = LoadedAdapter(artifact.uid, config, artifact.record, **made)
+        self._check_size(artifact.path, loaded)
+        return loaded
+
+    def _check_size(self, path: Path, loaded: LoadedAdapter) -> None:
+        if loaded.weights is not None and loaded.weights.nbytes > self._max_weight_bytes:
             raise AdapterError(
-                f"{artifact.path} has {embeddings_VH.shape[0]} virtual tokens, context and KV memory leave room for "
+                f"{path} needs {loaded.weights.nbytes} bytes of adapter memory, there are {self._max_weight_bytes}"
+            )
+        if loaded.num_virtual > self._max_virtual_tokens:
+            raise AdapterError(
+                f"{path} has {loaded.num_virtual} virtual tokens, context and KV memory leave room for "
                 f"{self._max_virtual_tokens}"
             )
-        return LoadedAdapter(artifact.uid, artifact.config, artifact.record, embeddings_VH=embeddings_VH)

@@ -1,69 +1,24 @@
-"""Memory of LoRA weights: one flat buffer that all adapters on the device share, each at its own rank.
+"""Memory of adapter weights: one flat buffer that all adapters on the device share, each at its own size.
 
 A layer of an adapter is one contiguous extent, placed in the first hole that is long enough, in units of 64 KiB:
 
     buffer   | slot 0, layer 0 | slot 0, layer 1 | slot 2, layer 0 |  free  | slot 2, layer 1 |  free …
-    extent   | A q | A k | … | A down | B q | B k | … | B down |
 
-with A as (r, in) and B transposed as (r, out), rows contiguous. Kernels find them through tables of offset, rank and
-scale by projection and slot; rank 0 is a projection that the slot's adapter leaves alone.
+What lies in an extent says `packing.py`. Kernels find it through tables by layer, projection or sub-layer, and slot;
+rank or width 0 is what the slot's adapter leaves alone.
 """
 
 import bisect
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from peftkit.errors import AdapterError, UnsupportedError
-from peftkit.methods.lora import PREFIX, LoraSite
+from peftkit_serve.adapters.packing import SUB_LAYERS, UNIT_BYTES, BottleneckSpan, LoraSpan, PackedAdapter
 from peftkit_serve.models.spec import PROJECTIONS, ModelSpec
 
-UNIT_BYTES = 64 * 1024
-"""Extents are whole units."""
-
-_ALIGN_BYTES = 64  # every matrix starts on a cache line
-_SITE = re.compile(rf"model\.layers\.(\d+)\.({'|'.join(re.escape(name) for name in PROJECTIONS)})")
 _GROUPS = (slice(0, 3), slice(3, 4), slice(4, 6), slice(6, 7))  # q k v, o, gate up, down: each reads one input
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedLayer:
-    """One layer of an adapter as it lies in an extent; the tuples are by projection, offsets in elements."""
-
-    weights: Tensor
-    offset_a: tuple[int, ...]
-    offset_b: tuple[int, ...]
-    rank: tuple[int, ...]
-    scale: tuple[float, ...]
-
-    @property
-    def num_units(self) -> int:
-        """Length of its extent."""
-        return -(-self.weights.nbytes // UNIT_BYTES)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedLora:
-    """A LoRA on the host, ready to be copied into `LoraMemory`."""
-
-    layers: tuple[PackedLayer, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes in `LoraMemory`."""
-        return UNIT_BYTES * sum(layer.num_units for layer in self.layers)
-
-
-class _Update(NamedTuple):
-    """LoRA of one linear: A (r, in), B transposed (r, out), scale."""
-
-    a: Tensor
-    b: Tensor
-    scale: float
 
 
 class LoraTables(NamedTuple):
@@ -77,39 +32,24 @@ class LoraTables(NamedTuple):
     """int32; 0 where there is nothing to apply."""
     scale_PS: Tensor
     """float32."""
+    offset_c_PS: Tensor
+    """int64; -1 where DoRA scales nothing."""
 
 
-def pack_lora(
-    tensors: Mapping[str, Tensor],
-    sites: Mapping[str, LoraSite],
-    spec: ModelSpec,
-    *,
-    dtype: torch.dtype = torch.float32,
-) -> PackedLora:
-    """Lays a LoRA's tensors out as `LoraMemory` holds them.
+class BottleneckTables(NamedTuple):
+    """Where kernels find each slot of one sub-layer; the argument order of `grouped_bottleneck`."""
 
-    tensors: PEFT keys → lora_A (r, in) and lora_B (out, r). sites: module path → rank and scale. dtype: that of the
-    memory. Raises UnsupportedError that names a module which isn't one of the layers' linear projections or a tensor
-    which belongs to none, AdapterError for a tensor that is missing or of the wrong shape.
-    """
-    by_layer: list[dict[int, _Update]] = [{} for _ in range(spec.num_layers)]
-    left = set(tensors)
-    for path, site in sites.items():
-        found = _SITE.fullmatch(path)
-        if found is None or int(found[1]) >= spec.num_layers:
-            raise UnsupportedError(f"LoRA on {path} can't be served: {', '.join(PROJECTIONS)} can")
-        projection = PROJECTIONS.index(found[2])
-        out_features, in_features = spec.projection_shapes[projection]
-        a = _tensor(tensors, f"{PREFIX}{path}.lora_A.weight", (site.r, in_features))
-        b = _tensor(tensors, f"{PREFIX}{path}.lora_B.weight", (out_features, site.r))
-        by_layer[int(found[1])][projection] = _Update(a, b.T, site.scale)
-        left -= {f"{PREFIX}{path}.lora_A.weight", f"{PREFIX}{path}.lora_B.weight"}
-    if left:
-        raise UnsupportedError(f"tensor {min(left)} can't be served: it belongs to no LoRA on a linear projection")
-    return PackedLora(tuple(_pack_layer(layer, dtype) for layer in by_layer))
+    offset_S: Tensor
+    """int64, in elements of the buffer."""
+    width_S: Tensor
+    """int32; 0 where there is nothing to apply."""
+    scale_S: Tensor
+    """float32."""
+    form_S3: Tensor
+    """int32: input, non-linearity, layer norm."""
 
 
-class LoraMemory:
+class AdapterMemory:
     """The buffer and its tables. Used on the thread that steps."""
 
     def __init__(
@@ -123,16 +63,33 @@ class LoraMemory:
         self._unit = UNIT_BYTES // dtype.itemsize
         self.weights = torch.empty(self._num_units * self._unit, dtype=dtype, device=device)
         """All extents, flat."""
-        sizes = (spec.num_layers, len(PROJECTIONS), num_slots)
-        self._all = LoraTables(
-            torch.zeros(sizes, dtype=torch.int64, device=device),
-            torch.zeros(sizes, dtype=torch.int64, device=device),
-            torch.zeros(sizes, dtype=torch.int32, device=device),
-            torch.zeros(sizes, dtype=torch.float32, device=device),
+        lora, bottleneck = (spec.num_layers, len(PROJECTIONS), num_slots), (spec.num_layers, len(SUB_LAYERS), num_slots)
+
+        def table(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self._lora = LoraTables(
+            table(lora, torch.int64),
+            table(lora, torch.int64),
+            table(lora, torch.int32),
+            table(lora, torch.float32),
+            table(lora, torch.int64),
         )
-        self._tables = [LoraTables(*(table[layer] for table in self._all)) for layer in range(spec.num_layers)]
+        self._bottleneck = BottleneckTables(
+            table(bottleneck, torch.int64),
+            table(bottleneck, torch.int32),
+            table(bottleneck, torch.float32),
+            table((*bottleneck, 3), torch.int32),
+        )
+        layers = range(spec.num_layers)
+        self._tables = [LoraTables(*(table[layer] for table in self._lora)) for layer in layers]
         self._grouped = [[LoraTables(*(t[group] for t in tables)) for group in _GROUPS] for tables in self._tables]
-        self._resident: dict[int, PackedLora] = {}
+        self._sub_layers = [
+            [BottleneckTables(*(table[layer, place] for table in self._bottleneck)) for place in range(len(SUB_LAYERS))]
+            for layer in layers
+        ]
+        self._resident: dict[int, PackedAdapter] = {}
+        self._has_bottlenecks = False
         self._extents: list[tuple[int, int, int, int]] = []  # (first unit, units, slot, layer), ascending
 
     @property
@@ -149,14 +106,18 @@ class LoraMemory:
         return nbytes <= self.capacity_bytes - self.used_bytes()
 
     def tables(self, layer: int) -> LoraTables:
-        """A layer's tables over all of `PROJECTIONS`; views that follow every load."""
+        """A layer's LoRA tables over all of `PROJECTIONS`; views that follow every load."""
         return self._tables[layer]
 
     def grouped_tables(self, layer: int) -> list[LoraTables]:
-        """A layer's tables for its four fused linears: q k v, o, gate up, down."""
+        """A layer's LoRA tables for its four fused linears: q k v, o, gate up, down."""
         return self._grouped[layer]
 
-    def load(self, slot: int, packed: PackedLora) -> None:
+    def bottleneck_tables(self, layer: int) -> list[BottleneckTables] | None:
+        """A layer's tables for attention and feed-forward; None while no resident adapter has bottlenecks."""
+        return self._sub_layers[layer] if self._has_bottlenecks else None
+
+    def load(self, slot: int, packed: PackedAdapter) -> None:
         """Copies an adapter into a free slot; the caller has seen that it fits.
 
         When no hole is long enough the resident extents are slid together first, which changes no result.
@@ -170,6 +131,7 @@ class LoraMemory:
                     self._weights_at(start, layer.weights.numel()).copy_(layer.weights)
                     bisect.insort(self._extents, (start, layer.num_units, slot, index))
             self._resident[slot] = packed
+            self._has_bottlenecks |= packed.has_bottlenecks
             self._write_tables(slot)
         except BaseException:
             self._forget(slot)
@@ -192,15 +154,20 @@ class LoraMemory:
             (s, i) for s, packed in self._resident.items() for i, one in enumerate(packed.layers) if one.num_units
         }
         assert {extent[2:] for extent in self._extents} == wanted, "extents and resident adapters differ"
-        ranks = torch.zeros_like(self._all.rank_PS, device="cpu")
+        ranks, widths = torch.zeros_like(self._lora.rank_PS), torch.zeros_like(self._bottleneck.width_S)
         for slot, packed in self._resident.items():
-            ranks[:, :, slot] = torch.tensor([layer.rank for layer in packed.layers])
-        assert torch.equal(ranks, self._all.rank_PS.cpu()), "the rank table differs from the resident adapters"
+            ranks[:, :, slot] = torch.tensor([[span.rank for span in layer.lora] for layer in packed.layers])
+            widths[:, :, slot] = torch.tensor([[span.width for span in layer.bottleneck] for layer in packed.layers])
+        assert torch.equal(ranks, self._lora.rank_PS), "the rank table differs from the resident adapters"
+        assert torch.equal(widths, self._bottleneck.width_S), "the width table differs from the resident adapters"
+        assert self._has_bottlenecks == any(packed.has_bottlenecks for packed in self._resident.values())
 
     def _forget(self, slot: int) -> None:
         self._resident.pop(slot, None)
         self._extents = [extent for extent in self._extents if extent[2] != slot]
-        self._all.rank_PS[:, :, slot] = 0
+        self._has_bottlenecks = any(packed.has_bottlenecks for packed in self._resident.values())
+        self._lora.rank_PS[:, :, slot] = 0
+        self._bottleneck.width_S[:, :, slot] = 0
 
     def _weights_at(self, start: int, num_elements: int) -> Tensor:
         return self.weights[start * self._unit :][:num_elements]
@@ -232,36 +199,13 @@ class LoraMemory:
     def _write_tables(self, slot: int) -> None:
         layers = self._resident[slot].layers
         starts = {extent[3]: extent[0] * self._unit for extent in self._extents if extent[2] == slot}
-        rows = (
-            [[starts.get(i, 0) + offset for offset in layer.offset_a] for i, layer in enumerate(layers)],
-            [[starts.get(i, 0) + offset for offset in layer.offset_b] for i, layer in enumerate(layers)],
-            [layer.rank for layer in layers],
-            [layer.scale for layer in layers],
-        )
-        for table, values in zip(self._all, rows, strict=True):
-            table[:, :, slot] = torch.tensor(values, dtype=table.dtype)
+        begun = [(layer, starts.get(index, 0)) for index, layer in enumerate(layers)]
+        _write(self._lora, [[span.moved(start) for span in layer.lora] for layer, start in begun], slot)
+        _write(self._bottleneck, [[span.moved(start) for span in layer.bottleneck] for layer, start in begun], slot)
 
 
-def _tensor(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, int]) -> Tensor:
-    if name not in tensors:
-        raise AdapterError(f"tensor {name} is missing")
-    if tuple(tensors[name].shape) != shape:
-        raise AdapterError(f"tensor {name} has shape {list(tensors[name].shape)}, the base needs {list(shape)}")
-    return tensors[name]
-
-
-def _pack_layer(layer: Mapping[int, _Update], dtype: torch.dtype) -> PackedLayer:
-    """layer: projection → its update."""
-    align = _ALIGN_BYTES // dtype.itemsize
-    offset_a, offset_b = [0] * len(PROJECTIONS), [0] * len(PROJECTIONS)
-    matrices = [(offset_a, p, layer[p].a) for p in sorted(layer)] + [(offset_b, p, layer[p].b) for p in sorted(layer)]
-    end = 0
-    for offsets, projection, matrix in matrices:
-        offsets[projection] = end
-        end += -(-matrix.numel() // align) * align
-    weights = torch.zeros(end, dtype=dtype)
-    for offsets, projection, matrix in matrices:
-        weights[offsets[projection] :][: matrix.numel()].view(matrix.shape).copy_(matrix)
-    rank = tuple(layer[p].a.shape[0] if p in layer else 0 for p in range(len(PROJECTIONS)))
-    scale = tuple(layer[p].scale if p in layer else 0.0 for p in range(len(PROJECTIONS)))
-    return PackedLayer(weights, tuple(offset_a), tuple(offset_b), rank, scale)
+def _write(tables: Sequence[Tensor], by_layer: Sequence[Sequence[LoraSpan | BottleneckSpan]], slot: int) -> None:
+    """Writes one slot of tables (layer, place, slot) whose order is that of the spans' fields."""
+    for field, table in enumerate(tables):
+        values = [[span[field] for span in spans] for spans in by_layer]
+        table[:, :, slot] = torch.tensor(values, dtype=table.dtype)

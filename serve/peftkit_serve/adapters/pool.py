@@ -1,4 +1,6 @@
-"""Which adapters are resident: LoRA weights in slots, prompts as read-only pages at the head of block tables.
+"""Which adapters are resident: weights in slots, virtual tokens as read-only pages at the head of block tables.
+
+A LoRA or bottleneck adapter has weights, an adapter of the prompt family has virtual tokens; one may have both.
 
 Everything is keyed by uid, so an adapter that two names point to is resident once and a name that comes back with
 other content never meets the old weights. An adapter is held by three counts:
@@ -18,8 +20,9 @@ from torch import Tensor
 
 from peftkit.errors import AdapterError
 from peftkit_serve.adapters.loader import LoadedAdapter
-from peftkit_serve.adapters.memory import LoraMemory
-from peftkit_serve.pages import PageAllocator, Prefix, pages_for
+from peftkit_serve.adapters.memory import AdapterMemory
+from peftkit_serve.adapters.packing import PackedAdapter
+from peftkit_serve.pages import NO_PREFIX, PageAllocator, Prefix, pages_for
 from peftkit_serve.scheduler import Residence
 
 logger = logging.getLogger(__name__)
@@ -46,19 +49,23 @@ class AdapterPool:
 
     def __init__(
         self,
-        memory: LoraMemory,
+        memory: AdapterMemory,
         pages: PageAllocator,
-        compute_prefix: Callable[[Tensor, Sequence[int]], None],
         *,
+        compute_prefix: Callable[[Tensor, Sequence[int], int], None],
+        write_prefix: Callable[[Tensor, Sequence[int]], None],
         num_slots: int,
     ) -> None:
         """
-        compute_prefix: writes the keys and values of virtual tokens (V, H) into the pages of a block table.
-        num_slots: LoRA adapters that can be resident at a time.
+        compute_prefix: computes the keys and values of virtual tokens (V, H), with a slot's weights, into the pages of
+            a block table.
+        write_prefix: writes given keys and values (V, L, 2, K, D) there.
+        num_slots: adapters with weights that can be resident at a time.
         """
         self._memory = memory
         self._pages = pages
         self._compute_prefix = compute_prefix
+        self._write_prefix = write_prefix
         self.num_slots = num_slots
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._members: dict[str, _Member] = {}
@@ -87,7 +94,7 @@ class AdapterPool:
         self._forget_if_unused(member)
 
     def num_pages_to_pin(self, uid: str) -> int:
-        """Free pages that `pin` would take now: those of a prompt that is not resident."""
+        """Free pages that `pin` would take now: those of virtual tokens that are not resident."""
         member = self._members[uid]
         return pages_for(member.loaded.num_virtual) if member.residence is None else 0
 
@@ -99,7 +106,7 @@ class AdapterPool:
         """
         member = self._members[uid]
         if member.residence is None:
-            member.residence = self._load_prompt(member) if member.loaded.lora is None else self._load_lora(member)
+            member.residence = self._load(member)
             if member.residence is None:
                 return None
         member.num_pins += 1
@@ -114,14 +121,14 @@ class AdapterPool:
         self._touch(member)
 
     def reclaim(self, num_pages: int, keep: str | None) -> bool:
-        """Frees `num_pages` pages by evicting prompts that nobody pins, save `keep`'s, the least recently used first.
+        """Frees `num_pages` pages by evicting prefixes that nobody pins, save `keep`'s, the least recently used first.
 
         Returns False, and evicts none, when they hold fewer pages.
         """
         chosen: list[_Member] = []
         num_missing = num_pages
-        for member in self._evictable(lora=False):
-            if num_missing > 0 and member.loaded.uid != keep:
+        for member in self._evictable():
+            if member.loaded.num_virtual and num_missing > 0 and member.loaded.uid != keep:
                 chosen.append(member)
                 num_missing -= pages_for(member.loaded.num_virtual)
         if num_missing > 0:
@@ -151,11 +158,11 @@ class AdapterPool:
 
     @property
     def num_resident(self) -> int:
-        """Adapters on the device, LoRA and prompt."""
+        """Adapters on the device."""
         return sum(member.residence is not None for member in list(self._members.values()))
 
     def check_integrity(self, references: Mapping[str, int], pins: Mapping[str, int]) -> Counter[int]:
-        """Asserts all counts against those of the scheduler's sequences, by uid; returns the pages prompts hold."""
+        """Asserts all counts against those of the scheduler's sequences, by uid; returns the pages prefixes hold."""
         held: Counter[int] = Counter()
         slots = list(self._free_slots)
         for uid, member in self._members.items():
@@ -164,36 +171,53 @@ class AdapterPool:
             assert member.residence is not None or not member.num_pins
             if member.residence is not None:
                 held.update(member.residence.prefix.pages)
-                slots += [] if member.loaded.lora is None else [member.residence.slot]
+                slots += [] if member.loaded.weights is None else [member.residence.slot]
         assert set(references) | set(pins) <= set(self._members), "a request's adapter is gone"
         assert sorted(slots) == list(range(self.num_slots)), "a slot is lost or has two adapters"
         self._memory.check_integrity()
         return held
 
-    def _load_prompt(self, member: _Member) -> Residence:
-        embeddings_VH = member.loaded.embeddings_VH
-        assert embeddings_VH is not None
-        pages = self._pages.take(pages_for(member.loaded.num_virtual))
+    def _load(self, member: _Member) -> Residence | None:
+        """Brings weights into a slot and virtual tokens into pages; None, and nothing held, without a slot for them."""
+        slot = -1
+        if member.loaded.weights is not None:
+            slot = self._load_weights(member, member.loaded.weights)
+            if slot < 0:
+                return None
         try:
-            self._attempt(member, lambda: self._compute_prefix(embeddings_VH, pages))
+            return Residence(slot, self._load_prefix(member, slot))
+        except AdapterError:
+            if slot >= 0:
+                self._free_slot(slot)
+            raise
+
+    def _load_weights(self, member: _Member, weights: PackedAdapter) -> int:
+        """The slot that they are in; -1 when every slot, or too much memory, is pinned by others."""
+        evictable = [other for other in self._evictable() if other.loaded.weights is not None]
+        num_evictable_bytes = sum(_weight_bytes(other) for other in evictable)
+        if not (self._free_slots or evictable) or not self._memory.fits(weights.nbytes - num_evictable_bytes):
+            return -1
+        while not self._free_slots or not self._memory.fits(weights.nbytes):
+            self._evict(evictable.pop(0))
+        slot = self._free_slots[-1]
+        self._attempt(member, lambda: self._memory.load(slot, weights))
+        return self._free_slots.pop()
+
+    def _load_prefix(self, member: _Member, slot: int) -> Prefix:
+        loaded = member.loaded
+        if not loaded.num_virtual:
+            return NO_PREFIX
+        pages = self._pages.take(pages_for(loaded.num_virtual))
+        embeddings_VH, kv_VL2KD = loaded.embeddings_VH, loaded.kv_VL2KD
+        try:
+            if embeddings_VH is not None:
+                self._attempt(member, lambda: self._compute_prefix(embeddings_VH, pages, slot))
+            if kv_VL2KD is not None:
+                self._attempt(member, lambda: self._write_prefix(kv_VL2KD, pages))
         except AdapterError:
             self._pages.release(pages)
             raise
-        return Residence(prefix=Prefix(tuple(pages), member.loaded.num_virtual))
-
-    def _load_lora(self, member: _Member) -> Residence | None:
-        lora = member.loaded.lora
-        assert lora is not None
-        evictable = self._evictable(lora=True)
-        num_evictable_bytes = sum(other.loaded.nbytes for other in evictable)
-        if not (self._free_slots or evictable) or not self._memory.fits(lora.nbytes - num_evictable_bytes):
-            return None
-        while not self._free_slots or not self._memory.fits(lora.nbytes):
-            self._evict(evictable.pop(0))
-        slot = self._free_slots[-1]
-        self._attempt(member, lambda: self._memory.load(slot, lora))
-        self._free_slots.pop()
-        return Residence(slot=slot)
+        return Prefix(tuple(pages), loaded.num_virtual)
 
     def _attempt(self, member: _Member, action: Callable[[], object]) -> None:
         try:
@@ -204,22 +228,21 @@ class AdapterPool:
             raise AdapterError(f"the adapter can't be made resident: {type(error).__name__}") from error
         member.failed = False
 
-    def _evictable(self, *, lora: bool) -> list[_Member]:
-        """Resident adapters of a kind that nobody pins, the least recently used first."""
-        members = [
-            member
-            for member in self._members.values()
-            if member.residence is not None and not member.num_pins and (member.loaded.lora is not None) == lora
-        ]
+    def _evictable(self) -> list[_Member]:
+        """Resident adapters that nobody pins, the least recently used first."""
+        members = [one for one in self._members.values() if one.residence is not None and not one.num_pins]
         return sorted(members, key=lambda member: member.last_use)
 
     def _evict(self, member: _Member) -> None:
         assert member.residence is not None and not member.num_pins
-        if member.loaded.lora is not None:
-            self._memory.free(member.residence.slot)
-            self._free_slots.append(member.residence.slot)
+        if member.loaded.weights is not None:
+            self._free_slot(member.residence.slot)
         self._pages.release(member.residence.prefix.pages)
         member.residence = None
+
+    def _free_slot(self, slot: int) -> None:
+        self._memory.free(slot)
+        self._free_slots.append(slot)
 
     def _forget_if_unused(self, member: _Member) -> None:
         if member.num_names or member.num_references:
@@ -231,3 +254,7 @@ class AdapterPool:
     def _touch(self, member: _Member) -> None:
         self._num_uses += 1
         member.last_use = self._num_uses
+
+
+def _weight_bytes(member: _Member) -> int:
+    return 0 if member.loaded.weights is None else member.loaded.weights.nbytes

@@ -42,9 +42,9 @@ class AdapterEntry:
     record: dict[str, Any]
     """What `peftkit.json` says of its making."""
     rank: int
-    """LoRA's rank, the largest of a rank_pattern; 0 for a prompt."""
+    """LoRA's rank, the largest of a rank_pattern; 0 for other kinds."""
     num_virtual: int
-    """Virtual tokens; 0 for a LoRA."""
+    """Virtual tokens; 0 for kinds without."""
     nbytes: int
     """Bytes of its weights."""
     resident: bool

@@ -3,11 +3,12 @@
 A layer, for the packed rows of a step (x: its input, shared by all requests; pages: each request's own):
 
     h = norm(x);   q k v = h @ W_qkv;   rotate q and k, write k and v into the pages
-    x = x + attention(q, pages) @ W_o
+    x = x + bottleneck(attention(q, pages) @ W_o)
     h = norm(x);   gate up = h @ W_gate_up
-    x = x + (activation(gate) · up) @ W_down
+    x = x + bottleneck((activation(gate) · up) @ W_down)
 
-and each of the four products takes its rows' LoRA updates on top, whatever adapters the rows have.
+and each of the four products takes its rows' LoRA updates on top, whatever adapters the rows have. A row without a
+bottleneck adapter passes the two bottlenecks as it is.
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from torch import Tensor
 from peftkit_kernels import (
     embedding,
     gelu_tanh_and_mul,
+    grouped_bottleneck,
     grouped_lora,
     linear,
     paged_attention,
@@ -25,7 +27,7 @@ from peftkit_kernels import (
     rope_write_kv,
     silu_and_mul,
 )
-from peftkit_serve.adapters.memory import LoraMemory, LoraTables
+from peftkit_serve.adapters.memory import AdapterMemory, BottleneckTables, LoraTables
 from peftkit_serve.batch import Batch
 from peftkit_serve.models.spec import ModelSpec
 from peftkit_serve.models.weights import LayerWeights, ModelWeights
@@ -35,7 +37,7 @@ class Decoder:
     """The forward pass. Holds weights and rotary tables; pages and adapters come with each call."""
 
     def __init__(
-        self, spec: ModelSpec, weights: ModelWeights, memory: LoraMemory, *, max_position: int, deterministic: bool
+        self, spec: ModelSpec, weights: ModelWeights, memory: AdapterMemory, *, max_position: int, deterministic: bool
     ) -> None:
         """
         max_position: positions that the rotary tables cover; no chunk goes beyond.
@@ -60,10 +62,15 @@ class Decoder:
         residual_TH: Tensor | None = None
         for index, layer in enumerate(self._weights.layers):
             adapted = None if batch.segments is None else self._memory.grouped_tables(index)
+            beside = None if batch.segments is None else self._memory.bottleneck_tables(index)
             h_TH, residual_TH = rms_norm(x_TH, layer.input_norm_H, eps, residual_TH)
             x_TH = self._attention(batch, index, layer, h_TH, cos_TE, sin_TE, kv[index], adapted)
+            if beside is not None:
+                x_TH = self._bottleneck(batch, x_TH, residual_TH, beside[0])
             h_TH, residual_TH = rms_norm(x_TH, layer.post_norm_H, eps, residual_TH)
             x_TH = self._mlp(batch, layer, h_TH, adapted)
+            if beside is not None:
+                x_TH = self._bottleneck(batch, x_TH, residual_TH, beside[1])
         assert residual_TH is not None, "a decoder has layers"
         rows = batch.sample_row_X
         return rms_norm(x_TH[rows], self._weights.norm_H, eps, residual_TH[rows])[0]
@@ -136,6 +143,21 @@ class Decoder:
             rows.slot_G,
             *tables,
             out_features,
+            deterministic=self._deterministic,
+        )
+
+    def _bottleneck(self, batch: Batch, y_TH: Tensor, residual_TH: Tensor, tables: BottleneckTables) -> Tensor:
+        """A sub-layer's output with the bottleneck adapters of its rows."""
+        rows = batch.segments
+        assert rows is not None
+        return grouped_bottleneck(
+            y_TH,
+            residual_TH,
+            self._memory.weights,
+            rows.row_X,
+            rows.start_G1,
+            rows.slot_G,
+            *tables,
             deterministic=self._deterministic,
         )
 

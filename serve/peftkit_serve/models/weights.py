@@ -107,6 +107,22 @@ def load_weights(
     return ModelWeights(embedding_VH, layers, norm_H, pack_linear(head_VH), nf4)
 
 
+def base_linear(weights: ModelWeights, spec: ModelSpec, layer: int, projection: int) -> tuple[Tensor, Tensor | None]:
+    """The plain weight (out, in) and the bias (out) of one of `PROJECTIONS`, as the decoder multiplies by them."""
+    one = weights.layers[layer]
+    fused = (
+        (one.qkv_OI, one.qkv_bias_O, 0),
+        (one.o_OI, one.o_bias_O, 3),
+        (one.gate_up_OI, one.gate_up_bias_O, 4),
+        (one.down_OI, one.down_bias_O, 6),
+    )
+    weight_OI, bias_O, first = next(part for part in reversed(fused) if part[2] <= projection)
+    start = sum(out for out, _ in spec.projection_shapes[first:projection])
+    rows = slice(start, start + spec.projection_shapes[projection][0])
+    plain_OI = weight_OI.to_dense() if weight_OI.is_mkldnn else weight_OI
+    return plain_OI[rows], None if bias_O is None else bias_O[rows]
+
+
 class _Reader:
     """The tensors of a folder by name; knows which were taken."""
 
