@@ -7,6 +7,7 @@ written.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -118,8 +119,8 @@ def grouped_bottleneck(
         y = y_TH.index_select(0, rows)
         x = y if source == 0 else residual_TH.index_select(0, rows)
         x = x + y if source == 1 else x
-        matrices = _bottleneck(weights[offsets[slot] :], width, x.shape[1], bool(normed))
-        delta = _two_layers(x, *matrices, _FUNCTIONS[function], deterministic)
+        parts = _bottleneck(weights[offsets[slot] :], width, x.shape[1], bool(normed))
+        delta = _two_layers(x, parts, _FUNCTIONS[function], deterministic)
         y_TH.index_copy_(0, rows, y.add_(delta.mul_(scales[slot])))
     return y_TH
 
@@ -131,30 +132,33 @@ def _write_low_rank(y_TO: Tensor, x_TI: Tensor, a_IR: Tensor, b_RO: Tensor, scal
         torch.addmm(y_TO, torch.mm(x_TI, a_IR), b_RO, beta=0, alpha=scale, out=y_TO)
 
 
-def _bottleneck(weights: Tensor, width: int, hidden: int, normed: bool) -> tuple[Tensor, ...]:
-    """down (b, H), up (b, H), up_bias (H), norm (2, H) or (0, H), down_bias (b) at the head of `weights`."""
+class _Bottleneck(NamedTuple):
+    down_BH: Tensor
+    up_BH: Tensor
+    up_bias_H: Tensor
+    norm_2H: Tensor
+    """Weight and bias; without rows where there is no norm."""
+    down_bias_B: Tensor
+
+
+def _bottleneck(weights: Tensor, width: int, hidden: int, normed: bool) -> _Bottleneck:
+    """What stands at the head of `weights`."""
     num_norms = 2 if normed else 0
     sizes = [width * hidden, width * hidden, hidden, num_norms * hidden, width]
     down, up, up_bias, norm, down_bias = weights[: sum(sizes)].split(sizes)
-    return down.view(width, hidden), up.view(width, hidden), up_bias, norm.view(num_norms, hidden), down_bias
+    return _Bottleneck(
+        down.view(width, hidden), up.view(width, hidden), up_bias, norm.view(num_norms, hidden), down_bias
+    )
 
 
-def _two_layers(
-    x_XH: Tensor,
-    down_BH: Tensor,
-    up_BH: Tensor,
-    up_bias_H: Tensor,
-    norm_2H: Tensor,
-    down_bias_B: Tensor,
-    function: Callable[[Tensor], Tensor],
-    deterministic: bool,
-) -> Tensor:
-    if norm_2H.shape[0]:
-        x_XH = F.layer_norm(x_XH, x_XH.shape[1:], norm_2H[0], norm_2H[1], _NORM_EPS)
+def _two_layers(x_XH: Tensor, parts: _Bottleneck, function: Callable[[Tensor], Tensor], deterministic: bool) -> Tensor:
+    if parts.norm_2H.shape[0]:
+        x_XH = F.layer_norm(x_XH, x_XH.shape[1:], parts.norm_2H[0], parts.norm_2H[1], _NORM_EPS)
     if not deterministic:
-        return torch.addmm(up_bias_H, function(torch.addmm(down_bias_B, x_XH, down_BH.T)), up_BH)
-    wide_XB, delta_XH = x_XH.new_empty(x_XH.shape[0], down_BH.shape[0]), torch.empty_like(x_XH)
-    by_tiles(wide_XB, x_XH, lambda tile: aligned_product(tile, down_BH.T))
-    wide_XB = activate(function, wide_XB.add_(down_bias_B), deterministic=True)
-    by_tiles(delta_XH, wide_XB, lambda tile: aligned_product(tile, up_BH))
-    return delta_XH.add_(up_bias_H)
+        inner_XB = function(torch.addmm(parts.down_bias_B, x_XH, parts.down_BH.T))
+        return torch.addmm(parts.up_bias_H, inner_XB, parts.up_BH)
+    inner_XB, delta_XH = x_XH.new_empty(x_XH.shape[0], len(parts.down_bias_B)), torch.empty_like(x_XH)
+    by_tiles(inner_XB, x_XH, lambda tile: aligned_product(tile, parts.down_BH.T))
+    inner_XB = activate(function, inner_XB.add_(parts.down_bias_B), deterministic=True)
+    by_tiles(delta_XH, inner_XB, lambda tile: aligned_product(tile, parts.up_BH))
+    return delta_XH.add_(parts.up_bias_H)
