@@ -51,6 +51,8 @@ class Place:
 
     base: str
     quant: str
+    compute_dtype: str
+    """What peftkit trains in; HF PEFT keeps what isn't quantised in float32 and its 4-bit products in bfloat16."""
     data: Path
     work: Path
     limit: int | None
@@ -76,7 +78,7 @@ def _train_ours(spec: Spec, place: Place, folder: Path) -> None:
     task = TASKS[spec.task]
     recipe = Recipe(
         base=place.base,
-        quant=Quant(kind=place.quant),  # type: ignore[arg-type]
+        quant=Quant(kind=place.quant, compute_dtype=place.compute_dtype),  # type: ignore[arg-type]
         method=our_config(spec.method, task),
         data=Data(train=str(place.data / spec.task / "train.jsonl"), max_length=512),
         optim=Optim(lr=spec.lr, schedule="linear", warmup=WARMUP),
@@ -192,6 +194,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON lines; what is there isn't run again")
     parser.add_argument("--base", default="smollm2-135m")
     parser.add_argument("--quant", default="nf4", choices=["nf4", "none"])
+    parser.add_argument("--compute-dtype", default="float32", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--methods", default=",".join(OUR_METHODS))
     parser.add_argument("--seeds", default="0,1,2")
@@ -199,7 +202,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/quality"))
     parser.add_argument("--limit", type=int, default=None, help="score this many rows only")
     args = parser.parse_args()
-    place = Place(args.base, args.quant, args.data, args.work, args.limit)
+    place = Place(args.base, args.quant, args.compute_dtype, args.data, args.work, args.limit)
     resolve_base(args.base)  # converted once, before several processes want it
     pairs = [
         (library, method, task)

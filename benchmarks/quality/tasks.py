@@ -39,7 +39,7 @@ TASKS: dict[str, Task] = {
     "address": Task(
         60,
         8,
-        ("exact_match", "field_f1"),
+        ("field_f1", "exact_match"),
         "Split this United States postal address into JSON fields: number, street, unit, box, city, state, zip.",
     ),
     "g2p": Task(
@@ -51,7 +51,7 @@ TASKS: dict[str, Task] = {
 RATES: dict[str, tuple[float, ...]] = {
     "lora": (5e-4, 1e-3, 2e-3),
     "bottleneck": (3e-4, 1e-3, 2e-3),
-    "prefix": (2e-4, 5e-4, 2e-3),
+    "prefix": (2e-4, 5e-4, 2e-3, 5e-3),
     "ptuning_v2": (5e-3, 1e-2, 2e-2),
     "ptuning": (1e-4, 3e-4, 1e-3),
     "prompt": (1e-2, 3e-2, 1e-1),
