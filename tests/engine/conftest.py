@@ -8,12 +8,21 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 
 from peftkit.artifact import write_adapter
 from peftkit.base import module_shapes
-from peftkit.methods import LoraConfig, PromptTuningConfig
+from peftkit.methods import (
+    BottleneckConfig,
+    LoraConfig,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    PTuningConfig,
+    PTuningV2Config,
+)
+from peftkit.methods.prefix import kv_width
 from peftkit_serve import Engine
+from peftkit_serve.plan import StepPlan, StepResult
 
 CONTEXT = 160
 
@@ -59,14 +68,14 @@ def base_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def lora_folder(tmp_path: Path) -> Callable[..., Path]:
     """Writes a random LoRA with a large update and returns its folder."""
 
-    def write(seed: int, r: int = 4, **fields: Any) -> Path:
-        config = LoraConfig.model_validate({"r": r, "alpha": 2.0 * r} | fields)
+    def write(seed: int, r: int = 4, config: PretrainedConfig = CONFIG, **fields: Any) -> Path:
+        method = LoraConfig.model_validate({"r": r, "alpha": 2.0 * r} | fields)
         generator = torch.Generator().manual_seed(seed)
         tensors: dict[str, torch.Tensor] = {}
-        for path, site in config.resolve(module_shapes(CONFIG)).items():
+        for path, site in method.resolve(module_shapes(config)).items():
             for side, shape in (("A", (site.r, site.in_features)), ("B", (site.out_features, site.r))):
                 tensors[f"base_model.model.{path}.lora_{side}.weight"] = torch.randn(shape, generator=generator) * 0.2
-        return write_adapter(tmp_path / f"lora-{seed}-{r}", config, tensors, {}).path
+        return write_adapter(tmp_path / f"lora-{seed}-{r}", method, tensors, {}).path
 
     return write
 
@@ -80,6 +89,63 @@ def prompt_folder(tmp_path: Path) -> Callable[..., Path]:
         embeddings = torch.randn(num_virtual, CONFIG.hidden_size, generator=generator)
         config = PromptTuningConfig(num_virtual_tokens=num_virtual, init="random")
         return write_adapter(tmp_path / f"prompt-{seed}", config, {"prompt_embeddings": embeddings}, {}).path
+
+    return write
+
+
+@pytest.fixture
+def bottleneck_folder(tmp_path: Path) -> Callable[..., Path]:
+    """Writes random bottleneck adapters with a large effect and returns their folder."""
+
+    def write(seed: int, config: PretrainedConfig = CONFIG, **fields: Any) -> Path:
+        method = BottleneckConfig.model_validate({"bottleneck_size": 5} | fields).resolved(config.hidden_size)
+        generator = torch.Generator().manual_seed(seed)
+        shapes = method.expected_tensors(config.num_hidden_layers, config.hidden_size)
+        tensors = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+        return write_adapter(tmp_path / f"{method.variant}-{seed}", method, tensors, {}).path
+
+    return write
+
+
+VIRTUAL = {
+    "prompt": PromptTuningConfig,
+    "ptuning": PTuningConfig,
+    "prefix": PrefixTuningConfig,
+    "ptuning_v2": PTuningV2Config,
+}
+
+
+@pytest.fixture
+def virtual_folder(tmp_path: Path) -> Callable[..., Path]:
+    """Writes random virtual tokens of a kind of the prompt family and returns their folder."""
+
+    def write(kind: str, seed: int, num_virtual: int = 20, config: PretrainedConfig = CONFIG) -> Path:
+        width = config.hidden_size if kind in ("prompt", "ptuning") else config.num_hidden_layers * 2 * kv_width(config)
+        table = torch.randn(num_virtual, width, generator=torch.Generator().manual_seed(seed))
+        method = VIRTUAL[kind](num_virtual_tokens=num_virtual)
+        record = {"base": {"layers": config.num_hidden_layers, "kv_heads": config.num_key_value_heads}}
+        return write_adapter(tmp_path / f"{kind}-{seed}", method, {"prompt_embeddings": table}, record).path
+
+    return write
+
+
+@pytest.fixture
+def every_kind(
+    lora_folder: Callable[..., Path], bottleneck_folder: Callable[..., Path], virtual_folder: Callable[..., Path]
+) -> Callable[..., dict[str, Path]]:
+    """Writes an adapter of every kind that is served, named by its kind."""
+
+    def write(seed: int, config: PretrainedConfig = CONFIG) -> dict[str, Path]:
+        folders = {
+            "lora": lora_folder(seed, config=config),
+            "lora-some": lora_folder(seed + 1, 9, config=config, targets=["q_proj", "down_proj"], variant="rslora"),
+            "houlsby": bottleneck_folder(seed, config),
+            "pfeiffer": bottleneck_folder(seed, config, variant="pfeiffer", ln_before=True, non_linearity="gelu"),
+            "parallel": bottleneck_folder(seed, config, variant="parallel", layers_to_transform=[1], scaling=1.5),
+        }
+        for kind, num_virtual in (("prompt", 20), ("ptuning", 32), ("prefix", 7), ("ptuning_v2", 21)):
+            folders[kind] = virtual_folder(kind, seed, num_virtual, config)
+        return folders
 
     return write
 
@@ -104,3 +170,31 @@ def make_engine(base_folder: Path) -> Iterator[Callable[..., Engine]]:
     yield make
     for engine in engines:
         engine.check_integrity()
+
+
+@pytest.fixture
+def record_logits(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], dict[tuple[str, int], torch.Tensor]]:
+    """Watches an engine: the logits that each (request, number of its token) is drawn from come into the dictionary."""
+
+    def watch(engine: Engine) -> dict[tuple[str, int], torch.Tensor]:
+        seen: dict[tuple[str, int], torch.Tensor] = {}
+        run, logits = engine._runner.run, engine._runner._decoder.logits
+        rows: list[torch.Tensor] = []
+
+        def keep(*args: Any) -> torch.Tensor:
+            rows[:] = [logits(*args)]
+            return rows[0]
+
+        def watched(plan: StepPlan) -> StepResult:
+            result = run(plan)
+            drawn = [chunk for chunk in plan.chunks if chunk.sample is not None]
+            for row, chunk in enumerate(drawn):
+                assert chunk.sample is not None
+                seen[chunk.request_id, chunk.sample.step] = rows[0][row].clone()
+            return result
+
+        monkeypatch.setattr(engine._runner._decoder, "logits", keep)
+        monkeypatch.setattr(engine._runner, "run", watched)
+        return seen
+
+    return watch

@@ -15,6 +15,9 @@ from peftkit_serve.plan import StepPlan, StepResult
 
 MakeEngine = Callable[..., Engine]
 Folder = Callable[..., Path]
+EveryKind = Callable[..., dict[str, Path]]
+Logits = dict[tuple[str, int], torch.Tensor]
+Record = Callable[[Engine], Logits]
 
 
 def ask(prompt: list[int] | str, adapter: str | None = None, max_tokens: int = 12, **sampling: object) -> Request:
@@ -32,39 +35,11 @@ def solo(engine: Engine, request: Request) -> RequestOutput:
     return output
 
 
-def add_all(engine: Engine, lora_folder: Folder, prompt_folder: Folder, seed: int) -> list[str | None]:
-    """Two LoRAs of different rank, two prompts of full and partial pages; returns all names, and None."""
-    engine.adapters.add("lora-a", lora_folder(seed, r=4))
-    engine.adapters.add("lora-b", lora_folder(seed + 1, r=9, targets=["q_proj", "down_proj"]))
-    engine.adapters.add("prompt-a", prompt_folder(seed + 2, 20))
-    engine.adapters.add("prompt-b", prompt_folder(seed + 3, 32))
+def add_all(engine: Engine, folders: dict[str, Path]) -> list[str | None]:
+    """Registers adapters of every kind; returns their names, and None."""
+    for name, folder in folders.items():
+        engine.adapters.add(name, folder)
     return [*engine.adapters.names(), None]
-
-
-Logits = dict[tuple[str, int], torch.Tensor]
-
-
-def record_logits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Logits:
-    """Fills with the logits that each (request, number of its token) is drawn from."""
-    seen: Logits = {}
-    run, logits = engine._runner.run, engine._runner._decoder.logits
-    rows: list[torch.Tensor] = []
-
-    def keep(hidden: torch.Tensor) -> torch.Tensor:
-        rows[:] = [logits(hidden)]
-        return rows[0]
-
-    def watched(plan: StepPlan) -> StepResult:
-        result = run(plan)
-        drawn = [chunk for chunk in plan.chunks if chunk.sample is not None]
-        for row, chunk in enumerate(drawn):
-            assert chunk.sample is not None
-            seen[chunk.request_id, chunk.sample.step] = rows[0][row].clone()
-        return result
-
-    monkeypatch.setattr(engine._runner._decoder, "logits", keep)
-    monkeypatch.setattr(engine._runner, "run", watched)
-    return seen
 
 
 def assert_same_logits(ours: tuple[Logits, Request], theirs: tuple[Logits, Request]) -> None:
@@ -97,19 +72,14 @@ def assert_nothing_held(engine: Engine) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_mixed_batch_gives_each_request_bit_for_bit_its_solo_run(
-    make_engine: MakeEngine,
-    lora_folder: Folder,
-    prompt_folder: Folder,
-    seed: int,
-    temperature: float,
-    monkeypatch: pytest.MonkeyPatch,
+    make_engine: MakeEngine, every_kind: EveryKind, record_logits: Record, seed: int, temperature: float
 ) -> None:
     engine, rng = make_engine(), random.Random(seed)
-    names = add_all(engine, lora_folder, prompt_folder, seed)
-    logits = record_logits(engine, monkeypatch)
+    names = add_all(engine, every_kind(seed))
+    logits = record_logits(engine)
     requests: list[Request] = []
     outputs: dict[str, RequestOutput] = {}
-    for number in range(15):  # they join while others run, and leave at different steps
+    for number in range(25):  # they join while others run, and leave at different steps
         request = ask(
             random_prompt(rng), names[number % len(names)], rng.randint(1, 20), temperature=temperature, seed=number
         )
@@ -129,22 +99,17 @@ def test_a_mixed_batch_gives_each_request_bit_for_bit_its_solo_run(
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_requests_without_an_adapter_are_bit_for_bit_the_same_in_an_engine_with_adapters(
-    make_engine: MakeEngine,
-    lora_folder: Folder,
-    prompt_folder: Folder,
-    seed: int,
-    deterministic: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    make_engine: MakeEngine, every_kind: EveryKind, record_logits: Record, seed: int, deterministic: bool
 ) -> None:
     rng = random.Random(seed)
     bare, full = make_engine(deterministic=deterministic), make_engine(deterministic=deterministic)
-    names = add_all(full, lora_folder, prompt_folder, seed)
+    names = add_all(full, every_kind(seed))
     requests = [ask(random_prompt(rng), None, 30, temperature=1.0, seed=n) for n in range(3)]
     neighbours = [ask(random_prompt(rng), name, 30) for name in names]
     if not deterministic:  # the same batch, beside adapters that have answered already
         list(full.generate(neighbours))
         neighbours = []
-    left, right = record_logits(bare, monkeypatch), record_logits(full, monkeypatch)
+    left, right = record_logits(bare), record_logits(full)
     expected = {output.request_id: output for output in bare.generate(requests)}
     got = {output.request_id: output for output in full.generate([*requests, *neighbours])}
     for request in requests:
@@ -168,13 +133,12 @@ def test_more_adapters_than_slots_are_all_served_with_their_own_weights(
     assert_nothing_held(engine)
 
 
-def test_tight_memory_preempts_and_changes_no_token(
-    make_engine: MakeEngine, lora_folder: Folder, prompt_folder: Folder, seed: int
-) -> None:
+def test_tight_memory_preempts_and_changes_no_token(make_engine: MakeEngine, every_kind: EveryKind, seed: int) -> None:
     tight, roomy, rng = make_engine(num_pages=12), make_engine(), random.Random(seed)
-    names = add_all(tight, lora_folder, prompt_folder, seed)
-    add_all(roomy, lora_folder, prompt_folder, seed)
-    requests = [ask(random_prompt(rng, 5, 20), names[n % len(names)], 40, temperature=1.0, seed=n) for n in range(10)]
+    folders = every_kind(seed)
+    names = add_all(tight, folders)
+    add_all(roomy, folders)
+    requests = [ask(random_prompt(rng, 5, 20), names[n % len(names)], 40, temperature=1.0, seed=n) for n in range(15)]
     outputs = {output.request_id: output for output in tight.generate(requests)}
     assert tight.stats()["preemptions"] > 0 and roomy.stats()["preemptions"] == 0
     for request in requests:
@@ -245,10 +209,10 @@ def test_a_stop_string_ends_the_text_before_it(make_engine: MakeEngine, seed: in
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
 def test_aborting_at_any_moment_gives_back_everything(
-    make_engine: MakeEngine, lora_folder: Folder, prompt_folder: Folder, seed: int, num_steps: int
+    make_engine: MakeEngine, every_kind: EveryKind, seed: int, num_steps: int
 ) -> None:
     engine, rng = make_engine(max_tokens_per_step=8), random.Random(seed)
-    names = add_all(engine, lora_folder, prompt_folder, seed)
+    names = add_all(engine, every_kind(seed))
     ids = [engine.add_request(ask(random_prompt(rng, 10), name, 50)) for name in names]
     for _ in range(num_steps):
         engine.step()
@@ -434,24 +398,24 @@ def test_counts_in_stats_follow_the_work(make_engine: MakeEngine, lora_folder: F
 
 
 def test_any_mixture_of_joining_leaving_loading_and_removing_keeps_tokens_and_counts(
-    make_engine: MakeEngine, lora_folder: Folder, prompt_folder: Folder, seed: int
+    make_engine: MakeEngine, lora_folder: Folder, every_kind: EveryKind, seed: int
 ) -> None:
     rng = random.Random(seed)
     engine = make_engine(num_pages=14, max_requests=5, max_adapters=3, adapter_bytes=8 * 64 * 1024)
     oracle = make_engine(max_adapters=8)
-    folders = [lora_folder(seed + n, r=rng.choice([1, 20, 40, 70])) for n in range(4)]  # one to three units a layer
-    folders += [prompt_folder(seed + 10 + n, rng.randint(1, 40)) for n in range(3)]
+    folders = [lora_folder(seed + n, r=rng.choice([1, 20, 40, 70])) for n in range(3)]  # one to three units a layer
+    folders += every_kind(seed + 10).values()
     for number, folder in enumerate(folders):
         oracle.adapters.add(str(number), folder)
     known: dict[str, Request] = {}  # what the oracle is asked for each request
     last: dict[str, RequestOutput] = {}
-    for _ in range(150):
-        action = rng.choices(["request", "step", "abort", "add", "remove"], [4, 6, 1, 2, 1])[0]
+    for _ in range(200):
+        action = rng.choices(["request", "step", "abort", "add", "remove"], [4, 6, 1, 3, 1])[0]
         names = engine.adapters.names()
         if action == "request":
             name = rng.choice([*names, None])
             request = ask(random_prompt(rng, 1, 30), name, rng.randint(1, 20), temperature=1.0, seed=rng.randrange(99))
-            known[engine.add_request(request)] = Request(request.prompt, name and name[:1], request.sampling)
+            known[engine.add_request(request)] = Request(request.prompt, name and name.split("-")[0], request.sampling)
         elif action == "step":
             last |= {output.request_id: output for output in engine.step()}
         elif action == "abort" and known:
