@@ -166,7 +166,7 @@ def test_whole_prompts_then_single_tokens(seed: int, tmp_path: Path, family: str
 
 
 def peft_loras(model: PreTrainedModel, seed: int) -> tuple[peft.PeftModel, list[str]]:
-    """Three adapters of different ranks, scalings and targets, all with random A and B, in one PEFT model."""
+    """Four adapters of different ranks, scalings and targets, all with random A and B, in one PEFT model."""
     settings: dict[str, dict[str, Any]] = {
         "all": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
         "few": {"r": 2, "lora_alpha": 3, "target_modules": ["k_proj", "down_proj"], "use_rslora": True},
@@ -178,6 +178,12 @@ def peft_loras(model: PreTrainedModel, seed: int) -> tuple[peft.PeftModel, list[
             "alpha_pattern": {"up_proj": 24},
             "layers_to_transform": [1, 2],
         },
+        "dora": {
+            "r": 4,
+            "lora_alpha": 8,
+            "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj"],
+            "use_dora": True,
+        },
     }
     first, *others = settings
     tuned = peft.get_peft_model(model, peft.LoraConfig(**settings[first]), adapter_name=first)
@@ -185,7 +191,9 @@ def peft_loras(model: PreTrainedModel, seed: int) -> tuple[peft.PeftModel, list[
         tuned.add_adapter(name, peft.LoraConfig(**settings[name]))
     generator = torch.Generator().manual_seed(seed)
     for key, parameter in tuned.named_parameters():
-        if "lora_" in key:
+        if "lora_magnitude_vector" in key:
+            parameter.data = parameter.data * (0.5 + torch.rand(parameter.shape, generator=generator))
+        elif "lora_" in key:
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.15
     assert isinstance(tuned, peft.PeftModel)
     return tuned, [first, *others]
@@ -201,7 +209,8 @@ def load_from_peft(stepper: Stepper, tuned: peft.PeftModel, name: str, slot: int
         if isinstance(module, LoraLayer) and name in module.r
     }
     tensors = {key: value.clone() for key, value in peft.get_peft_model_state_dict(tuned, adapter_name=name).items()}
-    stepper.runner.memory.load(slot, pack_lora(tensors, sites, stepper.runner.spec))
+    runner = stepper.runner
+    runner.memory.load(slot, pack_lora(tensors, sites, runner.spec, base_linear=runner.base_linear))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -213,13 +222,13 @@ def test_loras_and_bare_rows_in_one_step_have_the_logits_of_hf_peft(
     model = make_model(CONFIGS[family](), tmp_path)
     stepper = Stepper(tmp_path, deterministic=deterministic)
     tuned, names = peft_loras(model, seed)
-    slots = [*rng.sample(range(4), 3), -1]
+    slots = [*rng.sample(range(4), 4), -1]
     for name, slot in zip(names, slots, strict=False):
         load_from_peft(stepper, tuned, name, slot)
-    prompts, who = random_prompts(rng, 7, 40), [rng.randrange(4) for _ in range(7)]
+    prompts, who = random_prompts(rng, 8, 40), rng.sample([*range(5), *range(2, 5)], 8)
     exact = []
     for prompt, number in zip(prompts, who, strict=True):
-        if number == 3:
+        if number == 4:
             with tuned.disable_adapter():
                 exact.append(hf_logits(tuned, prompt))
         else:

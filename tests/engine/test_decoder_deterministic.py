@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from peftkit.base import BaseInfo, module_shapes
-from peftkit.methods import LoraConfig
-from peftkit_serve.adapters.packing import PackedAdapter, pack_lora
+from peftkit.methods import BottleneckConfig, LoraConfig
+from peftkit_serve.adapters.packing import PackedAdapter, pack_bottleneck, pack_lora
 from peftkit_serve.plan import Chunk, Sample
 from peftkit_serve.request import SamplingParams
 from peftkit_serve.runner import Runner
@@ -63,6 +63,22 @@ def random_lora(config: PretrainedConfig, runner: Runner, **fields: Any) -> Pack
     return pack_lora(tensors, sites, runner.spec)
 
 
+def random_dora(config: PretrainedConfig, runner: Runner) -> PackedAdapter:
+    sites = LoraConfig(r=3, targets=["v_proj", "o_proj", "gate_proj"]).resolve(module_shapes(config))
+    tensors = {}
+    for path, site in sites.items():
+        tensors[f"base_model.model.{path}.lora_A.weight"] = torch.randn(site.r, site.in_features) * 0.2
+        tensors[f"base_model.model.{path}.lora_B.weight"] = torch.randn(site.out_features, site.r) * 0.2
+        tensors[f"base_model.model.{path}.lora_magnitude_vector"] = torch.rand(site.out_features) * 4
+    return pack_lora(tensors, sites, runner.spec, base_linear=runner.base_linear)
+
+
+def random_bottleneck(config: PretrainedConfig, runner: Runner, **fields: Any) -> PackedAdapter:
+    method = BottleneckConfig(bottleneck_size=7, ln_before=True, **fields).resolved(config.hidden_size)
+    shapes = method.expected_tensors(config.num_hidden_layers, config.hidden_size)
+    return pack_bottleneck({name: torch.randn(shape) * 0.3 for name, shape in shapes.items()}, method, runner.spec)
+
+
 @torch.inference_mode()
 def logits(runner: Runner, chunks: list[Chunk]) -> Tensor:
     return runner._decoder.logits(runner._forward(chunks))
@@ -85,19 +101,25 @@ def test_every_row_of_mixed_steps_has_the_bits_of_its_solo_run(
     seed: int, threads: int, config: PretrainedConfig, folder: Path
 ) -> None:
     rng = random.Random(seed)
-    mixed = Runner(BaseInfo("tiny", folder), device="cpu", num_pages=64, num_slots=4, deterministic=True)
-    loras = [random_lora(config, mixed, r=4), random_lora(config, mixed, r=1, targets=["q_proj", "up_proj"])]
-    slots = rng.sample(range(4), 2)
-    for slot, lora in zip(slots, loras, strict=True):
-        mixed.memory.load(slot, lora)
-    texts = [[rng.randrange(131) for _ in range(rng.randint(1, 45))] for _ in range(6)]
-    who = [rng.randrange(3) for _ in texts]
+    mixed = Runner(BaseInfo("tiny", folder), device="cpu", num_pages=64, num_slots=6, deterministic=True)
+    adapters = [
+        random_lora(config, mixed, r=4),
+        random_lora(config, mixed, r=1, targets=["q_proj", "up_proj"]),
+        random_dora(config, mixed),
+        random_bottleneck(config, mixed),
+        random_bottleneck(config, mixed, variant="pfeiffer", non_linearity="gelu"),
+    ]
+    slots = rng.sample(range(6), 5)
+    for slot, adapter in zip(slots, adapters, strict=True):
+        mixed.memory.load(slot, adapter)
+    texts = [[rng.randrange(131) for _ in range(rng.randint(1, 45))] for _ in range(8)]
+    who = rng.sample([*range(6), rng.randrange(6), rng.randrange(6)], 8)  # 5 has no adapter
     wanted: list[list[Tensor]] = []
     for text, number in zip(texts, who, strict=True):
         alone = Runner(BaseInfo("tiny", folder), device="cpu", num_pages=9, num_slots=1, deterministic=True)
-        if number < 2:
-            alone.memory.load(0, loras[number])
-        wanted.append(solo(alone, text, 0 if number < 2 else -1))
+        if number < 5:
+            alone.memory.load(0, adapters[number])
+        wanted.append(solo(alone, text, 0 if number < 5 else -1))
     for _ in range(3):
         pages = torch.randperm(64).tolist()
         tables = [tuple(pages.pop() for _ in range(3)) for _ in texts]
@@ -119,12 +141,13 @@ def test_bare_rows_have_the_same_bits_whether_their_neighbours_are_adapted_or_no
     seed: int, threads: int, config: PretrainedConfig, folder: Path, deterministic: bool
 ) -> None:
     rng = random.Random(seed)
-    runner = Runner(BaseInfo("tiny", folder), device="cpu", num_pages=64, num_slots=2, deterministic=deterministic)
-    runner.memory.load(0, random_lora(config, runner, r=8))
-    runner.memory.load(1, random_lora(config, runner, r=3))
+    runner = Runner(BaseInfo("tiny", folder), device="cpu", num_pages=64, num_slots=3, deterministic=deterministic)
+    runner.memory.load(0, random_dora(config, runner))
+    runner.memory.load(1, random_bottleneck(config, runner, variant="parallel"))
+    runner.memory.load(2, random_lora(config, runner, r=3))
     texts = [[rng.randrange(131) for _ in range(rng.choice([1, 1, 20]))] for _ in range(9)]
     tables = [(3 * n, 3 * n + 1, 3 * n + 2) for n in range(9)]
-    slots = [rng.choice([-1, 0, 1]) for _ in texts]
+    slots = [rng.choice([-1, 0, 1, 2]) for _ in texts]
     with_adapters = logits(runner, [chunk(t, 0, len(t), tables[n], slots[n]) for n, t in enumerate(texts)])
     without = logits(runner, [chunk(t, 0, len(t), tables[n], -1) for n, t in enumerate(texts)])
     for n, slot in enumerate(slots):

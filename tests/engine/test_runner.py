@@ -89,6 +89,25 @@ def test_a_prefix_is_computed_as_embedded_tokens_would_be(make_runner: MakeRunne
     assert runner.run(StepPlan((chunk("rest", text[18:], 18, (3, 4), num_virtual=18),))).tokens == {"rest": wanted}
 
 
+@pytest.mark.parametrize("num_virtual", [3, 16, 18])
+def test_a_written_prefix_is_what_computing_it_leaves_in_the_pages(
+    make_runner: MakeRunner, seed: int, num_virtual: int
+) -> None:
+    runner, rng = make_runner(), random.Random(seed)
+    text = [rng.randrange(260) for _ in range(30)]
+    (wanted,) = runner.run(StepPlan((chunk("text", text, 0, (0, 1)),))).tokens.values()
+    rows = [kv[[0, 1]].flatten(0, 1)[:num_virtual] for kv in runner._kv]
+    for kv in runner._kv:
+        kv[[5, 3]] = float("nan")
+    runner.write_prefix(torch.stack(rows, dim=1), (5, 3))
+    rest = chunk("rest", text[num_virtual:], num_virtual, (5, 3), num_virtual=num_virtual)
+    assert runner.run(StepPlan((rest,))).tokens == {"rest": wanted}
+    for kv in runner._kv:
+        kv[[5, 3]] = 0.0
+    runner.write_prefix(torch.stack(rows, dim=1), (5, 3)[: -(-num_virtual // 16)])
+    assert all(kv[[5, 3]].flatten(0, 1)[num_virtual:].eq(0).all() for kv in runner._kv), "no cell behind is written"
+
+
 def test_draws_follow_seed_and_step_whatever_else_is_drawn(make_runner: MakeRunner, seed: int) -> None:
     runner, rng = make_runner(), random.Random(seed)
 

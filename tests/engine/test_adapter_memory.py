@@ -1,4 +1,4 @@
-"""Packing LoRAs and the memory that holds them: layout, churn, holes slid together, refusals."""
+"""Packing LoRAs and bottleneck adapters, and the memory that holds them: layout, churn, holes, refusals."""
 
 import random
 from collections.abc import Mapping
@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from peftkit.errors import AdapterError, UnsupportedError
+from peftkit.methods import BottleneckConfig
 from peftkit.methods.lora import LoraSite
+from peftkit_kernels import BOTTLENECK_INPUTS, NON_LINEARITIES
 from peftkit_serve.adapters.memory import AdapterMemory
-from peftkit_serve.adapters.packing import UNIT_BYTES, PackedAdapter, pack_lora
+from peftkit_serve.adapters.packing import SUB_LAYERS, UNIT_BYTES, PackedAdapter, pack_bottleneck, pack_lora
 from peftkit_serve.models.spec import PROJECTIONS, ModelSpec
 
 SPEC = ModelSpec(
@@ -56,6 +58,18 @@ class Lora:
         return pack_lora(self.tensors, self.sites, SPEC, **settings)
 
 
+class Bottleneck:
+    """Random bottleneck adapters: config and tensors under their keys."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.config = BottleneckConfig.model_validate(fields).resolved(SPEC.hidden_size)
+        shapes = self.config.expected_tensors(SPEC.num_layers, SPEC.hidden_size)
+        self.tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+
+    def pack(self, **settings: Any) -> PackedAdapter:
+        return pack_bottleneck(self.tensors, self.config, SPEC, **settings)
+
+
 def everywhere(r: int) -> Lora:
     return Lora({(layer, name): r for layer in range(3) for name in PROJECTIONS})
 
@@ -66,13 +80,23 @@ def random_lora(rng: random.Random) -> Lora:
     return Lora({site: rng.choice([1, 7, 40, 90]) for site in rng.sample(sites, rng.randint(1, len(sites)))})
 
 
+def random_bottleneck(rng: random.Random) -> Bottleneck:
+    layers = rng.sample(range(3), rng.randint(1, 3))
+    variant = rng.choice(["houlsby", "pfeiffer", "parallel"])
+    return Bottleneck(variant=variant, bottleneck_size=rng.choice([1, 30, 300]), layers_to_transform=layers)
+
+
 def make_memory(units: int, **settings: Any) -> AdapterMemory:
     defaults: dict[str, Any] = {"num_slots": 4, "dtype": torch.float32, "device": torch.device("cpu")}
     return AdapterMemory(SPEC, budget_bytes=units * UNIT_BYTES, **(defaults | settings))
 
 
-def assert_holds(memory: AdapterMemory, slot: int, lora: Lora | None, dtype: torch.dtype = torch.float32) -> None:
-    """The tables of a slot lead to the LoRA's own A and B everywhere, and to nothing where it has none."""
+def assert_holds(
+    memory: AdapterMemory, slot: int, adapter: Lora | Bottleneck | None, dtype: torch.dtype = torch.float32
+) -> None:
+    """The tables of a slot lead to the adapter's own weights everywhere, and to nothing where it has none."""
+    assert_holds_bottleneck(memory, slot, adapter if isinstance(adapter, Bottleneck) else None, dtype)
+    lora = adapter if isinstance(adapter, Lora) else None
     for layer in range(3):
         offset_a, offset_b, rank, scale, _ = (table[:, slot].tolist() for table in memory.tables(layer))
         for p, name in enumerate(PROJECTIONS):
@@ -86,6 +110,61 @@ def assert_holds(memory: AdapterMemory, slot: int, lora: Lora | None, dtype: tor
             assert rank[p] == site.r and scale[p] == pytest.approx(site.scale)
             assert torch.equal(a, lora.tensors[f"{key}.lora_A.weight"].to(dtype))
             assert torch.equal(b, lora.tensors[f"{key}.lora_B.weight"].T.to(dtype))
+
+
+def assert_holds_bottleneck(memory: AdapterMemory, slot: int, adapter: Bottleneck | None, dtype: torch.dtype) -> None:
+    for layer in range(3):
+        for place, tables in zip(SUB_LAYERS, memory.bottleneck_tables(layer) or [], strict=False):
+            offset, width, scale, (source, function, normed) = (table[slot].tolist() for table in tables)
+            key = f"base_model.model.model.layers.{layer}.{place}."
+            if adapter is None or f"{key}down.weight" not in adapter.tensors:
+                assert width == 0
+                continue
+            names = ["down.weight", "up.weight", "up.bias", *["norm.weight", "norm.bias"] * normed, "down.bias"]
+            parts = [
+                adapter.tensors[key + name].T if name == "up.weight" else adapter.tensors[key + name] for name in names
+            ]
+            flat = torch.cat([part.flatten() for part in parts]).to(dtype)
+            assert torch.equal(memory.weights[offset:][: flat.numel()], flat)
+            assert width == adapter.config.bottleneck_size and scale == pytest.approx(adapter.config.scaling)
+            sources = {"houlsby": "output", "pfeiffer": "sum", "parallel": "residual"}
+            assert BOTTLENECK_INPUTS[source] == sources[adapter.config.variant]
+            assert NON_LINEARITIES[function] == (adapter.config.non_linearity or "").replace("swish", "silu")
+            assert normed == adapter.config.ln_before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("variant", ["houlsby", "pfeiffer", "parallel"])
+def test_a_loaded_bottleneck_is_found_through_the_tables(seed: int, variant: str, dtype: torch.dtype) -> None:
+    memory = make_memory(64, dtype=dtype)
+    assert memory.bottleneck_tables(0) is None, "without any, no step looks for one"
+    adapter = Bottleneck(variant=variant, bottleneck_size=7, ln_before=True, layers_to_transform=[0, 2])
+    memory.load(3, adapter.pack(dtype=dtype))
+    memory.load(1, (lora := everywhere(2)).pack(dtype=dtype))
+    assert_holds(memory, 3, adapter, dtype)
+    assert_holds(memory, 1, lora, dtype)
+    memory.check_integrity()
+    memory.free(3)
+    assert memory.bottleneck_tables(0) is None
+    memory.check_integrity()
+
+
+def test_bottleneck_widths_are_true() -> None:
+    assert Bottleneck(bottleneck_size=1).pack().nbytes == 3 * UNIT_BYTES
+    wide = Bottleneck(variant="pfeiffer", bottleneck_size=700, layers_to_transform=[1]).pack()
+    assert wide.nbytes == -(-4 * (2 * 700 * 40 + 40 + 700) // UNIT_BYTES) * UNIT_BYTES
+
+
+def test_bottleneck_tensors_that_do_not_fit_are_refused_by_name() -> None:
+    adapter = Bottleneck(bottleneck_size=3)
+    name = "base_model.model.model.layers.1.mlp_adapter.up.bias"
+    with pytest.raises(AdapterError, match=r"tensor base_model\.model\.model\.norm belongs to no bottleneck"):
+        pack_bottleneck(adapter.tensors | {"base_model.model.model.norm": torch.zeros(3)}, adapter.config, SPEC)
+    with pytest.raises(AdapterError, match=rf"tensor {name} has shape \[4\], the base needs \[40\]"):
+        pack_bottleneck(adapter.tensors | {name: torch.zeros(4)}, adapter.config, SPEC)
+    del adapter.tensors[name]
+    with pytest.raises(AdapterError, match=f"tensor {name} is missing"):
+        adapter.pack()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -112,7 +191,7 @@ def test_ranks_are_true_a_small_adapter_takes_less(seed: int) -> None:
 def test_churn_keeps_every_resident_adapter_whole(seed: int) -> None:
     rng = random.Random(seed)
     memory = make_memory(26, num_slots=6)
-    resident: dict[int, Lora] = {}
+    resident: dict[int, Lora | Bottleneck] = {}
     num_loads = 0
     for _ in range(120):
         slot = rng.randrange(6)
@@ -120,16 +199,16 @@ def test_churn_keeps_every_resident_adapter_whole(seed: int) -> None:
             memory.free(slot)
             del resident[slot]
         else:
-            lora = random_lora(rng)
-            packed = lora.pack()
+            adapter = rng.choice([random_lora, random_bottleneck])(rng)
+            packed = adapter.pack()
             if memory.fits(packed.nbytes):
                 memory.load(slot, packed)
-                resident[slot] = lora
+                resident[slot] = adapter
                 num_loads += 1
         memory.check_integrity()
         for number in range(6):
             assert_holds(memory, number, resident.get(number))
-        assert memory.used_bytes() == sum(lora.pack().nbytes for lora in resident.values())
+        assert memory.used_bytes() == sum(adapter.pack().nbytes for adapter in resident.values())
     assert num_loads > 10
 
 
