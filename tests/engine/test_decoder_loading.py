@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
 from peftkit.errors import BaseModelError
 from peftkit_kernels import linear
-from peftkit_serve.models.spec import ModelSpec, read_spec
-from peftkit_serve.models.weights import ModelWeights, load_weights
+from peftkit_serve.models.spec import PROJECTIONS, ModelSpec, read_spec
+from peftkit_serve.models.weights import ModelWeights, base_linear, load_weights
 
 CPU = torch.device("cpu")
+NF4: dict[str, Any] = {"blocksize": 64, "compress_statistics": True, "quant_type": "nf4"}
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -236,6 +237,24 @@ def test_nf4_weights_are_those_of_training_bit_for_bit(base: Path) -> None:
     scales = num_elements // 64 + 14 * (256 + 1 + 1) * 4  # a byte a block; a codebook, a scale and an offset a layer
     assert weights.nf4_bytes == num_elements // 2 + scales
     assert weights.nbytes == load(base)[1].nbytes + weights.nf4_bytes
+
+
+@pytest.mark.parametrize("quant", ["none", "nf4"])
+def test_each_projections_own_weight_and_bias_are_found_in_the_fused_ones(
+    tmp_path: Path, seed: int, quant: str
+) -> None:
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**CONFIG, attention_bias=True, mlp_bias=True))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path)
+    spec, weights = load(tmp_path, quant=quant)
+    for layer in range(2):
+        for projection, path in enumerate(PROJECTIONS):
+            module = model.get_submodule(f"model.layers.{layer}.{path}")
+            wanted = module.weight if quant == "none" else dequantize_4bit(*quantize_4bit(module.weight, **NF4))
+            weight, bias = base_linear(weights, spec, layer, projection)
+            assert torch.equal(weight, wanted) and bias is not None and torch.equal(bias, module.bias)
 
 
 def test_packed_weights_compute_what_the_plain_ones_do(base: Path) -> None:

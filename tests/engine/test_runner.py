@@ -89,6 +89,21 @@ def test_a_prefix_is_computed_as_embedded_tokens_would_be(make_runner: MakeRunne
     assert runner.run(StepPlan((chunk("rest", text[18:], 18, (3, 4), num_virtual=18),))).tokens == {"rest": wanted}
 
 
+def test_virtual_tokens_of_an_adapter_with_weights_are_computed_with_them(
+    make_runner: MakeRunner, base_folder: Path, lora_folder: Callable[..., Path], seed: int
+) -> None:
+    runner, rng = make_runner(), random.Random(seed)
+    artifact = read_adapter(lora_folder(seed))
+    assert isinstance(artifact.config, LoraConfig)
+    sites = artifact.config.resolve(module_shapes(AutoConfig.from_pretrained(base_folder)))
+    runner.memory.load(1, pack_lora(artifact.tensors, sites, runner.spec))
+    text = [rng.randrange(260) for _ in range(30)]
+    (wanted,) = runner.run(StepPlan((chunk("text", text, 0, (0, 1), slot=1),))).tokens.values()
+    runner.compute_prefix(runner._decoder._weights.embedding_VH[text[:18]], (3, 4), 1)
+    rest = chunk("rest", text[18:], 18, (3, 4), slot=1, num_virtual=18)
+    assert runner.run(StepPlan((rest,))).tokens == {"rest": wanted}
+
+
 @pytest.mark.parametrize("num_virtual", [3, 16, 18])
 def test_a_written_prefix_is_what_computing_it_leaves_in_the_pages(
     make_runner: MakeRunner, seed: int, num_virtual: int
