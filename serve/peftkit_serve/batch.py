@@ -33,6 +33,8 @@ class Batch:
     """Rows by adapter slot; None when all rows are the bare base's."""
     sample_row_X: Tensor
     """int64: last row of each chunk that draws a token."""
+    sample_segments: Segments | None
+    """These rows, counted in their own order, by adapter slot; None when all are the bare base's."""
 
 
 def build_batch(chunks: Sequence[Chunk], *, page_tokens: int, device: torch.device) -> Batch:
@@ -50,7 +52,7 @@ def build_batch(chunks: Sequence[Chunk], *, page_tokens: int, device: torch.devi
     n_T = torch.repeat_interleave(torch.arange(len(chunks)), torch.tensor(lengths))
     cell_T = page_NM[n_T, position_T // page_tokens].long() * page_tokens + position_T % page_tokens
     slots = torch.tensor([chunk.slot for chunk in chunks])
-    segments = sort_by_slot(slots[n_T]) if (slots >= 0).any() else None
+    sample_slots = torch.tensor([chunk.slot for chunk in chunks if chunk.sample is not None], dtype=torch.int64)
     return Batch(
         token_T=torch.tensor([*chain.from_iterable(chunk.token_ids for chunk in chunks)]).to(device),
         position_T=position_T.to(device),
@@ -59,9 +61,14 @@ def build_batch(chunks: Sequence[Chunk], *, page_tokens: int, device: torch.devi
         context_N=torch.tensor(ends, dtype=torch.int32).to(device),
         page_NM=page_NM.to(device),
         num_virtual_N=torch.tensor([chunk.num_virtual for chunk in chunks], dtype=torch.int32).to(device),
-        segments=None if segments is None else segments.to(device),
+        segments=_segments(slots[n_T], device),
         sample_row_X=torch.tensor(
             [end - 1 for chunk, end in zip(chunks, starts[1:], strict=True) if chunk.sample is not None],
             dtype=torch.int64,
         ).to(device),
+        sample_segments=_segments(sample_slots, device),
     )
+
+
+def _segments(slot_T: Tensor, device: torch.device) -> Segments | None:
+    return sort_by_slot(slot_T).to(device) if (slot_T >= 0).any() else None

@@ -11,7 +11,7 @@ from peftkit.errors import InputError, RunError
 from peftkit_kernels import copy_pages
 from peftkit_serve.adapters.memory import AdapterMemory
 from peftkit_serve.adapters.packing import UNIT_BYTES
-from peftkit_serve.batch import build_batch
+from peftkit_serve.batch import Batch, build_batch
 from peftkit_serve.models.decoder import Decoder
 from peftkit_serve.models.spec import ModelSpec, read_spec
 from peftkit_serve.models.weights import base_linear, load_weights
@@ -93,11 +93,12 @@ class Runner:
             source_X, destination_X = torch.tensor(plan.copies, device=self._device).unbind(1)
             for kv in self._kv:
                 copy_pages(kv, source_X, destination_X)
-        hidden_XH = self._forward(plan.chunks)
+        batch = self._batch(plan.chunks)
+        hidden_XH = self._decoder.forward(batch, self._kv)
         drawing = [(chunk.request_id, chunk.sample) for chunk in plan.chunks if chunk.sample is not None]
         if not drawing:
             return StepResult({})
-        tokens = draw(self._decoder.logits(hidden_XH), [sample for _, sample in drawing])
+        tokens = draw(self._decoder.logits(hidden_XH, batch), [sample for _, sample in drawing])
         return StepResult(dict(zip([request_id for request_id, _ in drawing], tokens, strict=True)))
 
     @torch.inference_mode()
@@ -108,7 +109,7 @@ class Runner:
         """
         num_virtual = embeddings_VH.shape[0]
         chunk = Chunk("", (0,) * num_virtual, 0, tuple(block_table), slot, num_virtual, None)
-        self._forward([chunk], embeddings_VH)
+        self._decoder.forward(self._batch([chunk]), self._kv, embeddings_VH.to(self._device, self.memory.weights.dtype))
 
     @torch.inference_mode()
     def write_prefix(self, kv_VL2KD: Tensor, block_table: Sequence[int]) -> None:
@@ -120,15 +121,12 @@ class Runner:
             kv.view(-1, *kv.shape[2:]).index_copy_(0, cell_V, layer_V2KD)
 
     @torch.inference_mode()
-    def base_linear(self, layer: int, projection: int) -> tuple[Tensor, Tensor | None]:
-        """The base's weight (out, in) and bias (out) for one of `PROJECTIONS`; may be called from any thread."""
-        return base_linear(self._weights, self.spec, layer, projection)
+    def base_linear(self, path: str) -> tuple[Tensor, Tensor | None]:
+        """The base's weight (out, in) and bias (out) of a linear module; may be called from any thread."""
+        return base_linear(self._weights, self.spec, path)
 
-    def _forward(self, chunks: Sequence[Chunk], embeddings_TH: Tensor | None = None) -> Tensor:
-        batch = build_batch(chunks, page_tokens=PAGE_TOKENS, device=self._device)
-        if embeddings_TH is not None:
-            embeddings_TH = embeddings_TH.to(self._device, self.memory.weights.dtype)
-        return self._decoder.forward(batch, self._kv, embeddings_TH)
+    def _batch(self, chunks: Sequence[Chunk]) -> Batch:
+        return build_batch(chunks, page_tokens=PAGE_TOKENS, device=self._device)
 
 
 def default_num_pages(spec: ModelSpec, budget_bytes: int, dtype: torch.dtype) -> int:

@@ -108,7 +108,8 @@ class Stepper:
     @torch.inference_mode()
     def logits(self, chunks: list[Chunk]) -> Tensor:
         """Logits after each chunk's last token."""
-        return self.runner._decoder.logits(self.runner._forward(chunks))
+        batch = self.runner._batch(chunks)
+        return self.runner._decoder.logits(self.runner._decoder.forward(batch, self.runner._kv), batch)
 
 
 def random_steps(rng: random.Random, lengths: list[int]) -> list[list[tuple[int, int, int]]]:

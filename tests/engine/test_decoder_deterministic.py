@@ -60,7 +60,7 @@ def random_lora(config: PretrainedConfig, runner: Runner, **fields: Any) -> Pack
     for path, site in sites.items():
         tensors[f"base_model.model.{path}.lora_A.weight"] = torch.randn(site.r, site.in_features) * 0.2
         tensors[f"base_model.model.{path}.lora_B.weight"] = torch.randn(site.out_features, site.r) * 0.2
-    return pack_lora(tensors, sites, runner.spec)
+    return pack_lora(tensors, sites, runner.spec, base_linear=runner.base_linear)
 
 
 def random_dora(config: PretrainedConfig, runner: Runner) -> PackedAdapter:
@@ -81,7 +81,8 @@ def random_bottleneck(config: PretrainedConfig, runner: Runner, **fields: Any) -
 
 @torch.inference_mode()
 def logits(runner: Runner, chunks: list[Chunk]) -> Tensor:
-    return runner._decoder.logits(runner._forward(chunks))
+    batch = runner._batch(chunks)
+    return runner._decoder.logits(runner._decoder.forward(batch, runner._kv), batch)
 
 
 def chunk(tokens: list[int], start: int, end: int, table: tuple[int, ...], slot: int) -> Chunk:

@@ -250,11 +250,13 @@ def test_each_projections_own_weight_and_bias_are_found_in_the_fused_ones(
     model.save_pretrained(tmp_path)
     spec, weights = load(tmp_path, quant=quant)
     for layer in range(2):
-        for projection, path in enumerate(PROJECTIONS):
-            module = model.get_submodule(f"model.layers.{layer}.{path}")
+        for name in PROJECTIONS:
+            path = f"model.layers.{layer}.{name}"
+            module = model.get_submodule(path)
             wanted = module.weight if quant == "none" else dequantize_4bit(*quantize_4bit(module.weight, **NF4))
-            weight, bias = base_linear(weights, spec, layer, projection)
+            weight, bias = base_linear(weights, spec, path)
             assert torch.equal(weight, wanted) and bias is not None and torch.equal(bias, module.bias)
+    assert torch.equal(base_linear(weights, spec, "lm_head")[0], model.lm_head.weight)
 
 
 def test_packed_weights_compute_what_the_plain_ones_do(base: Path) -> None:

@@ -96,7 +96,7 @@ def test_virtual_tokens_of_an_adapter_with_weights_are_computed_with_them(
     artifact = read_adapter(lora_folder(seed))
     assert isinstance(artifact.config, LoraConfig)
     sites = artifact.config.resolve(module_shapes(AutoConfig.from_pretrained(base_folder)))
-    runner.memory.load(1, pack_lora(artifact.tensors, sites, runner.spec))
+    runner.memory.load(1, pack_lora(artifact.tensors, sites, runner.spec, base_linear=runner.base_linear))
     text = [rng.randrange(260) for _ in range(30)]
     (wanted,) = runner.run(StepPlan((chunk("text", text, 0, (0, 1), slot=1),))).tokens.values()
     runner.compute_prefix(runner._decoder._weights.embedding_VH[text[:18]], (3, 4), 1)
@@ -146,7 +146,7 @@ def test_an_adapter_that_overflows_draws_nothing_and_harms_nobody(
     assert isinstance(artifact.config, LoraConfig)
     sites = artifact.config.resolve(module_shapes(AutoConfig.from_pretrained(base_folder)))
     huge = {name: tensor * 1e30 for name, tensor in artifact.tensors.items()}
-    runner.memory.load(0, pack_lora(huge, sites, runner.spec))
+    runner.memory.load(0, pack_lora(huge, sites, runner.spec, base_linear=runner.base_linear))
     good = chunk("good", [1, 2, 3], 0, (0,))
     alone = runner.run(StepPlan((good,))).tokens
     bad = chunk("bad", [1, 2, 3], 0, (1,), slot=0)

@@ -9,13 +9,21 @@ rank or width 0 is what the slot's adapter leaves alone.
 """
 
 import bisect
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from peftkit_serve.adapters.packing import SUB_LAYERS, UNIT_BYTES, BottleneckSpan, LoraSpan, PackedAdapter
+from peftkit_serve.adapters.packing import (
+    SUB_LAYERS,
+    UNIT_BYTES,
+    BottleneckSpan,
+    LoraSpan,
+    PackedAdapter,
+    PackedLayer,
+)
 from peftkit_serve.models.spec import PROJECTIONS, ModelSpec
 
 _GROUPS = (slice(0, 3), slice(3, 4), slice(4, 6), slice(6, 7))  # q k v, o, gate up, down: each reads one input
@@ -49,6 +57,23 @@ class BottleneckTables(NamedTuple):
     """int32: input, non-linearity, layer norm."""
 
 
+class Rows(NamedTuple):
+    """Rows of an embedding that a slot has in the place of the base's."""
+
+    weight_YH: Tensor
+    token_Y: Tensor | None
+    """int64: the tokens that they are for; None where they are the whole vocabulary's."""
+
+
+class Ends(NamedTuple):
+    """What a slot has at the ends of the decoder, beside a LoRA of the output embedding; views of the buffer."""
+
+    embedding_rows: Rows | None
+    head_rows: Rows | None
+    embedding_lora: tuple[Tensor, Tensor, float] | None
+    """A transposed (V, r), B (H, r), scale."""
+
+
 class AdapterMemory:
     """The buffer and its tables. Used on the thread that steps."""
 
@@ -63,7 +88,9 @@ class AdapterMemory:
         self._unit = UNIT_BYTES // dtype.itemsize
         self.weights = torch.empty(self._num_units * self._unit, dtype=dtype, device=device)
         """All extents, flat."""
-        lora, bottleneck = (spec.num_layers, len(PROJECTIONS), num_slots), (spec.num_layers, len(SUB_LAYERS), num_slots)
+        self._spec = spec
+        num_layers = spec.num_layers + 1  # the two ends of the decoder are one more
+        lora, bottleneck = (num_layers, len(PROJECTIONS), num_slots), (num_layers, len(SUB_LAYERS), num_slots)
 
         def table(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
@@ -81,7 +108,7 @@ class AdapterMemory:
             table(bottleneck, torch.float32),
             table((*bottleneck, 3), torch.int32),
         )
-        layers = range(spec.num_layers)
+        layers = range(num_layers)
         self._tables = [LoraTables(*(table[layer] for table in self._lora)) for layer in layers]
         self._grouped = [[LoraTables(*(t[group] for t in tables)) for group in _GROUPS] for tables in self._tables]
         self._sub_layers = [
@@ -89,7 +116,8 @@ class AdapterMemory:
             for layer in layers
         ]
         self._resident: dict[int, PackedAdapter] = {}
-        self._has_bottlenecks = False
+        self._has_bottlenecks = self._has_head_lora = False
+        self._ends: dict[int, Ends] = {}
         self._extents: list[tuple[int, int, int, int]] = []  # (first unit, units, slot, layer), ascending
 
     @property
@@ -117,6 +145,15 @@ class AdapterMemory:
         """A layer's tables for attention and feed-forward; None while no resident adapter has bottlenecks."""
         return self._sub_layers[layer] if self._has_bottlenecks else None
 
+    @property
+    def ends(self) -> Mapping[int, Ends]:
+        """What slots have at the ends of the decoder; only those that have something."""
+        return self._ends
+
+    def head_tables(self) -> LoraTables | None:
+        """LoRA tables of the output embedding; None while no resident adapter has any."""
+        return LoraTables(*(table[:1] for table in self._tables[-1])) if self._has_head_lora else None
+
     def load(self, slot: int, packed: PackedAdapter) -> None:
         """Copies an adapter into a free slot; the caller has seen that it fits.
 
@@ -131,8 +168,8 @@ class AdapterMemory:
                     self._weights_at(start, layer.weights.numel()).copy_(layer.weights)
                     bisect.insort(self._extents, (start, layer.num_units, slot, index))
             self._resident[slot] = packed
-            self._has_bottlenecks |= packed.has_bottlenecks
             self._write_tables(slot)
+            self._note_what_is_there()
         except BaseException:
             self._forget(slot)
             raise
@@ -161,13 +198,19 @@ class AdapterMemory:
         assert torch.equal(ranks, self._lora.rank_PS), "the rank table differs from the resident adapters"
         assert torch.equal(widths, self._bottleneck.width_S), "the width table differs from the resident adapters"
         assert self._has_bottlenecks == any(packed.has_bottlenecks for packed in self._resident.values())
+        assert set(self._ends) <= set(self._resident)
 
     def _forget(self, slot: int) -> None:
         self._resident.pop(slot, None)
         self._extents = [extent for extent in self._extents if extent[2] != slot]
-        self._has_bottlenecks = any(packed.has_bottlenecks for packed in self._resident.values())
+        self._ends.pop(slot, None)
+        self._note_what_is_there()
         self._lora.rank_PS[:, :, slot] = 0
         self._bottleneck.width_S[:, :, slot] = 0
+
+    def _note_what_is_there(self) -> None:
+        self._has_bottlenecks = any(packed.has_bottlenecks for packed in self._resident.values())
+        self._has_head_lora = any(packed.layers[-1].lora[0].rank for packed in self._resident.values())
 
     def _weights_at(self, start: int, num_elements: int) -> Tensor:
         return self.weights[start * self._unit :][:num_elements]
@@ -202,6 +245,30 @@ class AdapterMemory:
         begun = [(layer, starts.get(index, 0)) for index, layer in enumerate(layers)]
         _write(self._lora, [[span.moved(start) for span in layer.lora] for layer, start in begun], slot)
         _write(self._bottleneck, [[span.moved(start) for span in layer.bottleneck] for layer, start in begun], slot)
+        ends = self._views_of_ends(*begun[-1])
+        if ends is not None:
+            self._ends[slot] = ends
+
+    def _views_of_ends(self, layer: PackedLayer, start: int) -> Ends | None:
+        vocab, hidden = self._spec.vocab_size, self._spec.hidden_size
+
+        def matrix(offset: int, *shape: int) -> Tensor:
+            return self.weights[start + offset :][: math.prod(shape)].view(shape)
+
+        head, embedding = (
+            Rows(matrix(span.offset, span.num_rows, hidden), _moved(span.token_ids, self.weights.device))
+            if span.num_rows
+            else None
+            for span in layer.rows
+        )
+        span = layer.lora[1]
+        lora = matrix(span.offset_a, vocab, span.rank), matrix(span.offset_b, hidden, span.rank), span.scale
+        ends = Ends(embedding, head, lora if span.rank else None)
+        return None if ends == (None, None, None) else ends
+
+
+def _moved(token_ids: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if token_ids is None else token_ids.to(device)
 
 
 def _write(tables: Sequence[Tensor], by_layer: Sequence[Sequence[LoraSpan | BottleneckSpan]], slot: int) -> None:

@@ -2,14 +2,17 @@
 
     LoRA         | A q | A k | … | A down | B q | B k | … | B down | DoRA's scales q | …         A (r, in), B (r, out)
     bottleneck   | down | up | up's bias | norm | down's bias |  of the attention, then of the feed-forward
+    both ends    | A, B of the output embedding | A, B of the input embedding | rows in the place of the base's |
 
 B and the up-projection are transposed, rows contiguous. A span says where in its layer a projection's LoRA or a
-sub-layer's bottleneck begins, and how large it is; one of rank or width 0 is not there.
+sub-layer's bottleneck begins, and how large it is; one of rank or width 0 is not there. The two ends of the decoder
+count as one more layer, behind the others.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -20,7 +23,7 @@ from peftkit.methods import BottleneckConfig
 from peftkit.methods.bottleneck import PREFIX as LAYERS_PREFIX
 from peftkit.methods.lora import PREFIX, LoraSite
 from peftkit_kernels import BOTTLENECK_INPUTS, NON_LINEARITIES
-from peftkit_serve.models.spec import PROJECTIONS, ModelSpec
+from peftkit_serve.models.spec import EMBEDDING, HEAD, PROJECTIONS, ModelSpec
 
 UNIT_BYTES = 64 * 1024
 """Extents are whole units."""
@@ -28,8 +31,11 @@ UNIT_BYTES = 64 * 1024
 SUB_LAYERS = ("attn_adapter", "mlp_adapter")
 """Where bottleneck adapters stand, in the order of every table over sub-layers."""
 
-BaseLinear = Callable[[int, int], tuple[Tensor, Tensor | None]]
-"""Layer, projection → the base's weight (out, in) and bias (out)."""
+BaseLinear = Callable[[str], tuple[Tensor, Tensor | None]]
+"""Path of a linear module → the base's weight (out, in) and bias (out)."""
+
+ENDS = (HEAD, EMBEDDING)
+"""The ends of the decoder, in the order of their spans in the last layer."""
 
 _ALIGN_BYTES = 64  # every matrix starts on a cache line
 _SITE = re.compile(rf"model\.layers\.(\d+)\.({'|'.join(re.escape(name) for name in PROJECTIONS)})")
@@ -66,13 +72,25 @@ class BottleneckSpan(NamedTuple):
         return self._replace(offset=self.offset + start)
 
 
+class RowsSpan(NamedTuple):
+    """Rows of an embedding that an adapter has in the place of the base's; without rows it is not there."""
+
+    offset: int = 0
+    num_rows: int = 0
+    token_ids: Tensor | None = None
+    """int64 (num_rows); None where the rows are those of the whole vocabulary."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLayer:
     """One layer of an adapter as it lies in an extent."""
 
     weights: Tensor
     lora: tuple[LoraSpan, ...] = (LoraSpan(),) * len(PROJECTIONS)
+    """By projection; in the last layer the first two are those of `ENDS`. The embedding's A is transposed, B is not."""
     bottleneck: tuple[BottleneckSpan, ...] = (BottleneckSpan(),) * len(SUB_LAYERS)
+    rows: tuple[RowsSpan, ...] = (RowsSpan(),) * len(ENDS)
+    """By `ENDS`; only in the last layer."""
 
     @property
     def num_units(self) -> int:
@@ -85,6 +103,7 @@ class PackedAdapter:
     """A LoRA or bottleneck adapter on the host, ready to be copied into `AdapterMemory`."""
 
     layers: tuple[PackedLayer, ...]
+    """The decoder's, and one for its two ends."""
 
     @property
     def nbytes(self) -> int:
@@ -102,38 +121,39 @@ def pack_lora(
     sites: Mapping[str, LoraSite],
     spec: ModelSpec,
     *,
+    base_linear: BaseLinear,
     dtype: torch.dtype = torch.float32,
-    base_linear: BaseLinear | None = None,
+    token_ids: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> PackedAdapter:
     """Lays a LoRA's tensors out as `AdapterMemory` holds them.
 
-    tensors: PEFT keys → lora_A (r, in), lora_B (out, r), for DoRA lora_magnitude_vector (out). sites: module path →
-    rank and scale. dtype: that of the memory. base_linear: what DoRA's scales m / ‖W + sBA‖ are computed from. Raises
-    UnsupportedError that names a module which isn't one of the layers' linear projections or a tensor which belongs to
-    none, AdapterError for a tensor that is missing or of the wrong shape.
+    tensors: PEFT keys → lora_A (r, in), lora_B (out, r), for DoRA lora_magnitude_vector (out), and at the ends of the
+    decoder also whole matrices and token rows. sites: module path → rank and scale. base_linear: what DoRA's scales
+    m / ‖W + sBA‖ are computed from. dtype: that of the memory. token_ids: which tokens an end's token rows are for.
+    Raises UnsupportedError that names a module which can't have a LoRA or a tensor which nothing is done with,
+    AdapterError for a tensor that is missing or of the wrong shape.
     """
-    by_layer: list[dict[int, _Update]] = [{} for _ in range(spec.num_layers)]
-    left = set(tensors)
+    source = _Tensors(tensors, base_linear)
+    layers: list[dict[int, _Update]] = [{} for _ in range(spec.num_layers)]
+    ends: dict[str, _Update] = {}
     for path, site in sites.items():
         found = _SITE.fullmatch(path)
-        if found is None or int(found[1]) >= spec.num_layers:
-            raise UnsupportedError(f"LoRA on {path} can't be served: {', '.join(PROJECTIONS)} can")
-        layer, projection = int(found[1]), PROJECTIONS.index(found[2])
-        out_features, in_features = spec.projection_shapes[projection]
-        names = [f"{PREFIX}{path}.lora_A.weight", f"{PREFIX}{path}.lora_B.weight"]
-        a = _tensor(tensors, names[0], (site.r, in_features))
-        b = _tensor(tensors, names[1], (out_features, site.r))
-        rescaling = None
-        magnitude = f"{PREFIX}{path}.lora_magnitude_vector"
-        if base_linear is not None and magnitude in tensors:
-            names.append(magnitude)
-            wanted = _tensor(tensors, magnitude, (out_features,))
-            rescaling = _rescaling(*base_linear(layer, projection), a, b, site.scale, wanted)
-        by_layer[layer][projection] = _Update(a, b.T, site.scale, rescaling)
-        left -= set(names)
-    if left:
-        raise UnsupportedError(f"tensor {min(left)} can't be served: it belongs to no LoRA on a linear projection")
-    return PackedAdapter(tuple(_lora_layer(layer, dtype) for layer in by_layer))
+        if path == EMBEDDING:
+            a = source.take(f"{PREFIX}{path}.lora_embedding_A", (site.r, spec.vocab_size)).T
+            ends[path] = _Update(a, source.take(f"{PREFIX}{path}.lora_embedding_B", (spec.hidden_size, site.r)), site)
+        elif path == HEAD:
+            ends[path] = source.update(path, site, (spec.vocab_size, spec.hidden_size))
+        elif found is None or int(found[1]) >= spec.num_layers:
+            raise UnsupportedError(f"LoRA on {path} can't be served: {', '.join((*PROJECTIONS, *ENDS))} can")
+        else:
+            projection = PROJECTIONS.index(found[2])
+            layers[int(found[1])][projection] = source.update(path, site, spec.projection_shapes[projection])
+    rows = {path: found for path in ENDS if (found := source.rows(path, spec, token_ids.get(path, ()))) is not None}
+    if spec.tied_embeddings and HEAD not in rows and EMBEDDING in rows and rows[EMBEDDING].token_ids is not None:
+        rows[HEAD] = rows[EMBEDDING]
+    if source.left:
+        raise UnsupportedError(f"tensor {min(source.left)} can't be served: nothing would be done with it")
+    return PackedAdapter((*(_lora_layer(layer, dtype) for layer in layers), _ends_layer(ends, rows, dtype)))
 
 
 def pack_bottleneck(
@@ -161,16 +181,57 @@ def pack_bottleneck(
             for name in SUB_LAYERS
         ]
         layers.append(PackedLayer(extent.weights(), bottleneck=tuple(spans)))
-    return PackedAdapter(tuple(layers))
+    return PackedAdapter((*layers, PackedLayer(torch.empty(0, dtype=dtype))))
 
 
 class _Update(NamedTuple):
-    """LoRA of one linear: A (r, in), B transposed (r, out), scale, and DoRA's two rows (2, out)."""
+    """LoRA of one module: A (r, in), B transposed (r, out), and DoRA's two rows (2, out)."""
 
     a: Tensor
     b: Tensor
-    scale: float
-    rescaling: Tensor | None
+    site: LoraSite
+    rescaling: Tensor | None = None
+
+
+class _Rows(NamedTuple):
+    """Rows (n, H) in the place of an embedding's."""
+
+    weight: Tensor
+    token_ids: Tensor | None
+
+
+class _Tensors:
+    """The tensors of a folder by name; knows which were taken."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], base_linear: BaseLinear) -> None:
+        self._tensors, self._base_linear = tensors, base_linear
+        self.left = set(tensors)
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of the given shape."""
+        self.left.discard(name)
+        return _tensor(self._tensors, name, shape)
+
+    def update(self, path: str, site: LoraSite, shape: tuple[int, int]) -> _Update:
+        """The LoRA of a linear module of shape (out, in)."""
+        out_features, in_features = shape
+        key = f"{PREFIX}{path}"
+        a = self.take(f"{key}.lora_A.weight", (site.r, in_features))
+        b = self.take(f"{key}.lora_B.weight", (out_features, site.r))
+        if f"{key}.lora_magnitude_vector" not in self._tensors:
+            return _Update(a, b.T, site)
+        magnitude = self.take(f"{key}.lora_magnitude_vector", (out_features,))
+        return _Update(a, b.T, site, _rescaling(*self._base_linear(path), a, b, site.scale, magnitude))
+
+    def rows(self, path: str, spec: ModelSpec, token_ids: Sequence[int]) -> _Rows | None:
+        """What stands in the place of an end's rows: a whole matrix (modules_to_save), or the rows of some tokens."""
+        whole = f"{PREFIX}{path}.weight"
+        if whole in self._tensors:
+            return _Rows(self.take(whole, (spec.vocab_size, spec.hidden_size)), None)
+        if not token_ids:
+            return None
+        some = f"{PREFIX}{path}.token_adapter.trainable_tokens_delta"
+        return _Rows(self.take(some, (len(token_ids), spec.hidden_size)), torch.tensor(token_ids))
 
 
 class _Extent:
@@ -218,16 +279,32 @@ def _rescaling(
 def _lora_layer(layer: Mapping[int, _Update], dtype: torch.dtype) -> PackedLayer:
     """layer: projection → its update."""
     extent = _Extent(dtype)
+    spans = _add_lora(extent, layer)
+    return PackedLayer(extent.weights(), lora=spans)
+
+
+def _ends_layer(updates: Mapping[str, _Update], rows: Mapping[str, _Rows], dtype: torch.dtype) -> PackedLayer:
+    extent = _Extent(dtype)
+    lora = _add_lora(extent, {ENDS.index(path): update for path, update in updates.items()})
+    spans = [
+        RowsSpan(extent.add(rows[path].weight), len(rows[path].weight), rows[path].token_ids)
+        if path in rows
+        else RowsSpan()
+        for path in ENDS
+    ]
+    return PackedLayer(extent.weights(), lora=lora, rows=tuple(spans))
+
+
+def _add_lora(extent: _Extent, layer: Mapping[int, _Update]) -> tuple[LoraSpan, ...]:
     offset_a = {p: extent.add(layer[p].a) for p in sorted(layer)}
     offset_b = {p: extent.add(layer[p].b) for p in sorted(layer)}
     offset_c = {p: extent.add(rows) for p in sorted(layer) if (rows := layer[p].rescaling) is not None}
-    spans = [
-        LoraSpan(offset_a[p], offset_b[p], layer[p].a.shape[0], layer[p].scale, offset_c.get(p, -1))
+    return tuple(
+        LoraSpan(offset_a[p], offset_b[p], layer[p].site.r, layer[p].site.scale, offset_c.get(p, -1))
         if p in layer
         else LoraSpan()
         for p in range(len(PROJECTIONS))
-    ]
-    return PackedLayer(extent.weights(), lora=tuple(spans))
+    )
 
 
 def _bottleneck(extent: _Extent, tensors: Mapping[str, Tensor], place: str, config: BottleneckConfig) -> BottleneckSpan:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from peftkit_kernels import (
+    Segments,
     embedding,
     gelu_tanh_and_mul,
     grouped_bottleneck,
@@ -29,6 +30,7 @@ from peftkit_kernels import (
 )
 from peftkit_serve.adapters.memory import AdapterMemory, BottleneckTables, LoraTables
 from peftkit_serve.batch import Batch
+from peftkit_serve.models.ends import embed, replace_logits
 from peftkit_serve.models.spec import ModelSpec
 from peftkit_serve.models.weights import LayerWeights, ModelWeights
 
@@ -48,17 +50,18 @@ class Decoder:
         self._gate = silu_and_mul if spec.activation == "silu" else gelu_tanh_and_mul
         q, k, v, o, gate, up, down = (shape[0] for shape in spec.projection_shapes)
         self._qkv, self._o, self._gate_up, self._down = (q, k, v), (o,), (gate, up), (down,)
+        self._head = (spec.vocab_size,)
         self._cos_XE, self._sin_XE = _rotary_tables(spec, max_position, weights.embedding_VH)
 
     def forward(self, batch: Batch, kv: Sequence[Tensor], inputs_TH: Tensor | None = None) -> Tensor:
         """Computes a step and writes its keys and values into the pages.
 
-        kv: each layer's kv_PZ2KD. inputs_TH: input embeddings instead of those of `batch.token_T`. Returns the
+        kv: each layer's kv_PZ2KD. inputs_TH: input embeddings in the place of those of `batch.token_T`. Returns the
         normalised hidden rows (X, H) of `batch.sample_row_X`, for `logits`.
         """
         eps = self._spec.norm_eps
         cos_TE, sin_TE = (table.index_select(0, batch.position_T) for table in (self._cos_XE, self._sin_XE))
-        x_TH = embedding(batch.token_T, self._weights.embedding_VH) if inputs_TH is None else inputs_TH
+        x_TH = self._embed(batch) if inputs_TH is None else inputs_TH
         residual_TH: Tensor | None = None
         for index, layer in enumerate(self._weights.layers):
             adapted = None if batch.segments is None else self._memory.grouped_tables(index)
@@ -75,9 +78,22 @@ class Decoder:
         rows = batch.sample_row_X
         return rms_norm(x_TH[rows], self._weights.norm_H, eps, residual_TH[rows])[0]
 
-    def logits(self, hidden_XH: Tensor) -> Tensor:
-        """Logits (X, V) of rows that `forward` returned."""
-        return linear(hidden_XH, self._weights.head_VH, deterministic=self._deterministic)
+    def logits(self, hidden_XH: Tensor, batch: Batch) -> Tensor:
+        """Logits (X, V) of the rows that `forward` returned."""
+        logits_XV = linear(hidden_XH, self._weights.head_VH, deterministic=self._deterministic)
+        rows = batch.sample_segments
+        if rows is None:
+            return logits_XV
+        if self._memory.ends:
+            replace_logits(logits_XV, hidden_XH, rows, self._memory.ends, deterministic=self._deterministic)
+        tables = self._memory.head_tables()
+        return logits_XV if tables is None else self._add_lora(logits_XV, hidden_XH, rows, tables, self._head)
+
+    def _embed(self, batch: Batch) -> Tensor:
+        x_TH = embedding(batch.token_T, self._weights.embedding_VH)
+        if batch.segments is not None and self._memory.ends:
+            embed(x_TH, batch.token_T, batch.segments, self._memory.ends, deterministic=self._deterministic)
+        return x_TH
 
     def _attention(
         self,
@@ -133,7 +149,11 @@ class Decoder:
         y_TO = linear(x_TI, weight_OI, bias_O, deterministic=self._deterministic)
         if tables is None or batch.segments is None:
             return y_TO
-        rows = batch.segments
+        return self._add_lora(y_TO, x_TI, batch.segments, tables, out_features)
+
+    def _add_lora(
+        self, y_TO: Tensor, x_TI: Tensor, rows: Segments, tables: LoraTables, out_features: tuple[int, ...]
+    ) -> Tensor:
         return grouped_lora(
             y_TO,
             x_TI,

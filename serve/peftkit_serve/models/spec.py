@@ -24,6 +24,9 @@ PROJECTIONS = (
 )
 """The linear layers of a decoder layer, in the order of every table over projections."""
 
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+"""The two ends of a decoder: the input embedding and the output embedding."""
+
 Activation = Literal["silu", "gelu_tanh"]
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}

@@ -18,7 +18,7 @@ from peftkit.base import Quant
 from peftkit.base.folder import weight_files
 from peftkit.errors import BaseModelError, did_you_mean
 from peftkit_kernels import pack_linear
-from peftkit_serve.models.spec import PROJECTIONS, ModelSpec
+from peftkit_serve.models.spec import HEAD, PROJECTIONS, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +107,12 @@ def load_weights(
     return ModelWeights(embedding_VH, layers, norm_H, pack_linear(head_VH), nf4)
 
 
-def base_linear(weights: ModelWeights, spec: ModelSpec, layer: int, projection: int) -> tuple[Tensor, Tensor | None]:
-    """The plain weight (out, in) and the bias (out) of one of `PROJECTIONS`, as the decoder multiplies by them."""
-    one = weights.layers[layer]
+def base_linear(weights: ModelWeights, spec: ModelSpec, path: str) -> tuple[Tensor, Tensor | None]:
+    """The plain weight (out, in) and the bias (out) of a linear module, as the decoder multiplies by them."""
+    if path == HEAD:
+        return _plain(weights.head_VH), None
+    _, _, layer, name = path.split(".", 3)
+    one, projection = weights.layers[int(layer)], PROJECTIONS.index(name)
     fused = (
         (one.qkv_OI, one.qkv_bias_O, 0),
         (one.o_OI, one.o_bias_O, 3),
@@ -119,8 +122,7 @@ def base_linear(weights: ModelWeights, spec: ModelSpec, layer: int, projection: 
     weight_OI, bias_O, first = next(part for part in reversed(fused) if part[2] <= projection)
     start = sum(out for out, _ in spec.projection_shapes[first:projection])
     rows = slice(start, start + spec.projection_shapes[projection][0])
-    plain_OI = weight_OI.to_dense() if weight_OI.is_mkldnn else weight_OI
-    return plain_OI[rows], None if bias_O is None else bias_O[rows]
+    return _plain(weight_OI)[rows], None if bias_O is None else bias_O[rows]
 
 
 class _Reader:
@@ -219,6 +221,11 @@ def _quantize(weight_OI: Tensor) -> tuple[Nf4Weight, Tensor]:
     assert nested is not None and offset is not None, "double quantisation was asked for"
     quantised = Nf4Weight(codes.flatten(), state.absmax, nested.code, nested.absmax, offset)
     return quantised, dequantize_4bit(codes, state)
+
+
+def _plain(weight_OI: Tensor) -> Tensor:
+    """The inverse of `pack_linear`."""
+    return weight_OI.to_dense() if weight_OI.is_mkldnn else weight_OI
 
 
 def _nbytes(tensor: Tensor) -> int:
