@@ -84,9 +84,9 @@ class Train(_Section):
     max_steps: int | None = Field(default=None, ge=1)
     """Optimiser steps, however many epochs that takes; null goes by epochs."""
     batch_tokens: int = Field(default=8192, ge=1)
-    """Most tokens of a micro-batch, padding included; rows of like length are put together."""
+    """Most tokens of a micro-batch, padding included; used when batch_size is null."""
     batch_size: int | None = Field(default=None, ge=1)
-    """Rows of a micro-batch; null fills batch_tokens."""
+    """Rows of a micro-batch, drawn at random; null fills batch_tokens with rows of like length."""
     grad_accum: int = Field(default=1, ge=1)
     """Micro-batches of an optimiser step."""
     seed: int = Field(default=0, ge=0, lt=2**32)

@@ -62,22 +62,21 @@ class Sampler:
 def plan_epoch(
     lengths: Sequence[int], *, seed: int, epoch: int, batch_tokens: int, batch_size: int | None
 ) -> list[list[int]]:
-    """Micro-batches of one epoch, in random order; each row is in exactly one, together with rows of like length.
+    """Micro-batches of one epoch, in random order; each row is in exactly one.
 
-    They have `batch_size` rows (one of them may have fewer), or, when it is None, as many as fill `batch_tokens`
-    padded tokens (a row longer than that is alone).
+    With `batch_size` a batch is that many rows drawn at random (the last may have fewer). When it is None, rows of like
+    length go together, as many as fill `batch_tokens` padded tokens (a row longer than that is alone): a batch of few
+    rows of one length would be a noisier sample of the data, a large one saves its padding.
     """
     shuffle = random.Random(f"{seed}/{epoch}")
     order = list(range(len(lengths)))
     shuffle.shuffle(order)
-    rows_a_batch = batch_size or max(batch_tokens * len(lengths) // max(sum(lengths), 1), 1)
+    if batch_size is not None:
+        return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+    pool_rows = _POOL * max(batch_tokens * len(lengths) // max(sum(lengths), 1), 1)
     batches: list[list[int]] = []
-    for i in range(0, len(order), _POOL * rows_a_batch):
-        pool = sorted(order[i : i + _POOL * rows_a_batch], key=lambda row: lengths[row])
-        if batch_size is not None:
-            batches += [pool[j : j + batch_size] for j in range(0, len(pool), batch_size)]
-        else:
-            batches += _fill(pool, lengths, batch_tokens)
+    for i in range(0, len(order), pool_rows):
+        batches += _fill(sorted(order[i : i + pool_rows], key=lambda row: lengths[row]), lengths, batch_tokens)
     shuffle.shuffle(batches)
     return batches
 
