@@ -52,7 +52,6 @@ _LORA_NEUTRAL: dict[str, Any] = {
     "target_parameters": None,
     "trainable_token_indices": None,
     "use_bdlora": None,
-    "use_dora": False,
     "use_qalora": False,
     "velora_config": None,
 }
@@ -77,6 +76,7 @@ _LORA_FIELDS = (
     "rank_pattern",
     "alpha_pattern",
     "use_rslora",
+    "use_dora",
     "init_lora_weights",
 )
 # shape of the base and reparameterisation in the prompt family: the exported tensor has all that counts
@@ -133,6 +133,7 @@ def to_peft(config: AnyConfig, base: Mapping[str, Any], tensors: Mapping[str, An
             "rank_pattern": dict(config.rank_pattern),
             "alpha_pattern": {key: _number(value) for key, value in config.alpha_pattern.items()},
             "use_rslora": config.variant == "rslora",
+            "use_dora": config.variant == "dora",
             "init_lora_weights": True,
         }
     if isinstance(config, BottleneckConfig):
@@ -234,6 +235,9 @@ def _lora(fields: Mapping[str, Any], where: str) -> LoraConfig:
         )
     if fields.get("layers_pattern") not in (None, "layers", ["layers"], []):
         raise UnsupportedError(f"{where}: layers_pattern can't be honoured", field="layers_pattern")
+    if fields.get("use_rslora") and fields.get("use_dora"):
+        raise UnsupportedError(f"{where}: use_dora with use_rslora can't be honoured", field="use_dora")
+    variant = "rslora" if fields.get("use_rslora") else "dora" if fields.get("use_dora") else "plain"
     layers = fields.get("layers_to_transform")
     settings: dict[str, Any] = {
         "r": fields.get("r"),
@@ -244,7 +248,7 @@ def _lora(fields: Mapping[str, Any], where: str) -> LoraConfig:
         "layers_to_transform": [layers] if isinstance(layers, int) else layers,
         "rank_pattern": fields.get("rank_pattern") or {},
         "alpha_pattern": fields.get("alpha_pattern") or {},
-        "variant": "rslora" if fields.get("use_rslora") else "plain",
+        "variant": variant,
     }
     return _validated(LoraConfig, settings, where)
 

@@ -142,7 +142,7 @@ def _check_shapes(
             sites = method.resolve(shapes)
         except InputError as error:
             raise AdapterError(f"{folder / CONFIG_FILE}: {error}", field=error.field) from error
-        check_tensors(tensors, expected_tensors(sites), where)
+        check_tensors(tensors, expected_tensors(method, sites), where)
         return
     if isinstance(method, BottleneckConfig):
         layers, hidden = _shape_of_base(config) if config is not None else _own_bottleneck(tensors)
@@ -175,6 +175,8 @@ def _own_shapes(tensors: Mapping[str, Tensor], where: str) -> dict[str, tuple[in
     """(out, in) of the layers that a LoRA's own tensors speak of."""
     sides: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
+        if name.endswith(".lora_magnitude_vector"):
+            continue
         path, _, side = name.removesuffix(".weight").rpartition(".lora_")
         if not path.startswith(PREFIX) or side not in ("A", "B") or tensor.dim() != 2:
             raise AdapterError(f"{where}: {name} isn't a LoRA tensor of a linear layer")

@@ -4,6 +4,10 @@ For a frozen weight W (out, in) and a LoRA with A (r, in), B (out, r) and scale 
 
     W' = cast(dequantise(W) + s · B A)
 
+and for DoRA with magnitudes m (out,), by row,
+
+    W' = cast(m / ‖dequantise(W) + s · B A‖ ∘ (dequantise(W) + s · B A))
+
 The product and the sum are float32 and there is one cast, at the end: a sum in bfloat16 would round small updates away.
 """
 
@@ -27,10 +31,17 @@ class Update:
     lora_B: Tensor
     """(out, r)"""
     scale: float
+    magnitude: Tensor | None = None
+    """DoRA's m (out,)."""
 
-    def dense(self, device: torch.device) -> Tensor:
-        """ΔW = s · B A, float32 (out, in) on `device`."""
-        return (self.lora_B.to(device, torch.float32) @ self.lora_A.to(device, torch.float32)) * self.scale
+    def applied(self, weight: Tensor) -> Tensor:
+        """The updated weight, float32 (out, in), of a dequantised one."""
+        device = weight.device
+        product = self.lora_B.to(device, torch.float32) @ self.lora_A.to(device, torch.float32)
+        updated = weight.float() + product * self.scale
+        if self.magnitude is None:
+            return updated
+        return updated * (self.magnitude.to(device, torch.float32) / updated.norm(dim=1))[:, None]
 
 
 def lora_updates(
@@ -42,6 +53,7 @@ def lora_updates(
             lora_A=tensors[f"{PREFIX}{path}.lora_A.weight"],
             lora_B=tensors[f"{PREFIX}{path}.lora_B.weight"],
             scale=site.scale,
+            magnitude=tensors.get(f"{PREFIX}{path}.lora_magnitude_vector"),
         )
         for path, site in config.resolve(shapes).items()
     }
@@ -69,7 +81,7 @@ def merged_weight(name: str, weight: Tensor, update: Update | None, dtype: torch
     """
     full = dequantized(weight)
     if update is not None:
-        full = full.float() + update.dense(full.device)
+        full = update.applied(full)
     merged = full.to(dtype, copy=True)
     if dtype == torch.float16 and not torch.isfinite(merged).all():
         raise RunError(f"{name} has values too large for float16: choose bfloat16 or float32")

@@ -99,7 +99,7 @@ def merge_to_folder(
             adapter=artifact.path,
             adapter_uid=artifact.uid,
             base=info.name,
-            num_merged=len(artifact.tensors) // 2,
+            num_merged=sum(name.endswith(".lora_A.weight") for name in artifact.tensors),
             num_bytes=folder_bytes(staging),
             equivalence=equivalence,
         )

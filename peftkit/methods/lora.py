@@ -7,6 +7,13 @@ For a frozen weight W (out, in) and input x (…, in):
 with s = alpha / r, or alpha / √r for rank-stabilised LoRA (Kalajdzievski 2023, arXiv:2312.03732). A starts uniform in
 ±1/√in (Kaiming with a = √5, as HF PEFT) and B at zero, so that step 0 equals the base. A and B are float32 whatever
 the base computes in. Over an NF4 base this is QLoRA (Dettmers et al. 2023, arXiv:2305.14314).
+
+DoRA (Liu et al. 2024, arXiv:2402.09353) also learns each output row's magnitude m (out,):
+
+    y = c ∘ (x Wᵀ + s · (drop(x) Aᵀ) Bᵀ) + b        c = m / ‖W + s B A‖ by row, the norm without gradient (§4.3)
+
+m starts at ‖W‖. The norm comes from ‖W‖² + 2s⟨W, BA⟩ + s²‖BA‖², with ⟨W, BA⟩ by row = Σ (W Aᵀ) ∘ B and ‖BA‖² by row =
+Σ (B A Aᵀ) ∘ B, so that no out × in matrix is formed; W Aᵀ is the base layer applied to the rows of A.
 """
 
 import math
@@ -78,8 +85,8 @@ class LoraConfig(MethodSettings):
     """Name or regular expression → rank; the first that matches wins."""
     alpha_pattern: dict[Pattern, float] = Field(default_factory=dict)
     """Name or regular expression → alpha; the first that matches wins."""
-    variant: Literal["plain", "rslora"] = "plain"
-    """rslora scales by alpha / √r."""
+    variant: Literal["plain", "rslora", "dora"] = "plain"
+    """rslora scales by alpha / √r; dora also learns a magnitude for each output."""
 
     def resolve(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LoraSite]:
         """The layers that this config adapts, among modules of the given (out, in) shapes.
@@ -179,10 +186,67 @@ class LoraLinear(nn.Module):
         """The frozen weight, for code that asks a layer for its dtype or device."""
         return self.base_layer.weight
 
+    def named_tensors(self) -> dict[str, nn.Parameter]:
+        """The adapter's parameters by the end of their PEFT keys."""
+        return {"lora_A.weight": self.lora_A, "lora_B.weight": self.lora_B}
+
+    def update(self, x: Tensor) -> Tensor:
+        """s · (drop(x) Aᵀ) Bᵀ, float32 (…, out)."""
+        h = F.dropout(x, self.dropout, self.training).to(self.lora_A.dtype)
+        return F.linear(F.linear(h, self.lora_A), self.lora_B) * self.scale
+
     def forward(self, x: Tensor) -> Tensor:
         y = self.base_layer(x)
-        h = F.dropout(x, self.dropout, self.training).to(self.lora_A.dtype)
-        return y + (F.linear(F.linear(h, self.lora_A), self.lora_B) * self.scale).to(y.dtype)
+        return y + self.update(x).to(y.dtype)
+
+
+class DoraLinear(LoraLinear):
+    """A `LoraLinear` whose output rows have learned magnitudes."""
+
+    def __init__(self, base_layer: nn.Linear, site: LoraSite, dropout: float, generator: torch.Generator) -> None:
+        super().__init__(base_layer, site, dropout, generator)
+        self.square_O: Tensor
+        """‖W‖² by row."""
+        self.register_buffer("square_O", _dense(base_layer).float().square().sum(1), persistent=False)
+        self.lora_magnitude_vector = nn.Parameter(self.square_O.sqrt())
+
+    def named_tensors(self) -> dict[str, nn.Parameter]:
+        return {**super().named_tensors(), "lora_magnitude_vector": self.lora_magnitude_vector}
+
+    def row_norms(self) -> Tensor:
+        """‖W + s B A‖ by row, float32 (out,), without gradient."""
+        with torch.no_grad():
+            A, B = self.lora_A, self.lora_B
+            product_RO = self._unbiased(A.to(self._compute_dtype())).float()
+            cross_O = (product_RO.T * B).sum(1)
+            update_O = ((B @ (A @ A.T)) * B).sum(1)
+            square_O = self.square_O + 2 * self.scale * cross_O + self.scale**2 * update_O
+            return square_O.clamp(min=torch.finfo(torch.float32).tiny).sqrt()
+
+    def forward(self, x: Tensor) -> Tensor:
+        c = self.lora_magnitude_vector / self.row_norms()
+        y = c * (self._unbiased(x) + self.update(x))
+        if self.base_layer.bias is not None:
+            y = y + self.base_layer.bias
+        return y.to(x.dtype)
+
+    def _unbiased(self, x: Tensor) -> Tensor:
+        y = self.base_layer(x)
+        return y if self.base_layer.bias is None else y - self.base_layer.bias
+
+    def _compute_dtype(self) -> torch.dtype:
+        weight = self.base_layer.weight
+        return weight.dtype if weight.is_floating_point() else self.lora_A.dtype
+
+
+def _dense(layer: nn.Linear) -> Tensor:
+    """A layer's weight (out, in) as it multiplies by it: an NF4 weight dequantised."""
+    state = getattr(layer.weight, "quant_state", None)
+    if state is None:
+        return layer.weight.detach()
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(layer.weight.data, state)
 
 
 class Lora(Method):
@@ -197,7 +261,8 @@ class Lora(Method):
         for path, site in config.resolve(linear_shapes(model)).items():
             base_layer = model.get_submodule(path)
             assert isinstance(base_layer, nn.Linear)
-            self._layers[path] = LoraLinear(base_layer, site, config.dropout, generator)
+            kind = DoraLinear if config.variant == "dora" else LoraLinear
+            self._layers[path] = kind(base_layer, site, config.dropout, generator)
         for path, layer in self._layers.items():
             replace_module(model, path, layer)
 
@@ -207,11 +272,11 @@ class Lora(Method):
         return self._layers
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        named: dict[str, nn.Parameter] = {}
-        for path, layer in self._layers.items():
-            named[f"{PREFIX}{path}.lora_A.weight"] = layer.lora_A
-            named[f"{PREFIX}{path}.lora_B.weight"] = layer.lora_B
-        return named
+        return {
+            f"{PREFIX}{path}.{name}": parameter
+            for path, layer in self._layers.items()
+            for name, parameter in layer.named_tensors().items()
+        }
 
     def export(self) -> dict[str, Tensor]:
         return {name: exported(parameter) for name, parameter in self.parameters().items()}
@@ -229,10 +294,12 @@ class Lora(Method):
             replace_module(self._model, path, layer.base_layer)
 
 
-def expected_tensors(sites: Mapping[str, LoraSite]) -> dict[str, tuple[int, ...]]:
+def expected_tensors(config: LoraConfig, sites: Mapping[str, LoraSite]) -> dict[str, tuple[int, ...]]:
     """PEFT key → shape of the tensors of a LoRA with the given sites."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path, site in sites.items():
         shapes[f"{PREFIX}{path}.lora_A.weight"] = (site.r, site.in_features)
         shapes[f"{PREFIX}{path}.lora_B.weight"] = (site.out_features, site.r)
+        if config.variant == "dora":
+            shapes[f"{PREFIX}{path}.lora_magnitude_vector"] = (site.out_features,)
     return shapes

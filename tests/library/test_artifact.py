@@ -113,7 +113,7 @@ def test_a_config_that_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     "fields",
     [
-        {"use_dora": True},
+        {"use_dora": True, "use_rslora": True},
         {"bias": "lora_only"},
         {"lora_bias": True},
         {"modules_to_save": ["lm_head"]},
@@ -126,7 +126,7 @@ def test_a_config_that_does_not_fit_is_refused(
 )
 def test_a_feature_that_cannot_be_honoured_is_refused_by_name(saved: Artifact, fields: dict[str, Any]) -> None:
     edit_config(saved.path, **fields)
-    (name,) = fields
+    name = next(iter(fields))
     with pytest.raises(UnsupportedError, match=name) as caught:
         read_adapter(saved.path)
     assert caught.value.field == name

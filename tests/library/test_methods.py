@@ -9,6 +9,7 @@ from peftkit.errors import AdapterError, InputError, UnsupportedError
 from peftkit.methods import (
     BottleneckConfig,
     LoraConfig,
+    LoraSite,
     MethodConfig,
     PrefixTuningConfig,
     PromptTuningConfig,
@@ -18,10 +19,12 @@ from peftkit.methods import (
     attached,
     detach,
 )
+from peftkit.methods.lora import DoraLinear
 from peftkit.methods.method import linear_shapes
 
 CONFIGS = [
     LoraConfig(r=4, alpha=8),
+    LoraConfig(r=4, alpha=8, variant="dora"),
     BottleneckConfig(bottleneck_size=6),
     BottleneckConfig(variant="pfeiffer", bottleneck_size=6, ln_before=True, layers_to_transform=[1]),
     BottleneckConfig(variant="parallel", bottleneck_size=6),
@@ -76,10 +79,29 @@ def test_only_adapter_weights_require_grad_and_receive_one(model: PreTrainedMode
     )
 
 
-def test_lora_starts_at_the_base(model: PreTrainedModel) -> None:
+@pytest.mark.parametrize("config", CONFIGS[:5], ids=name_of)
+def test_a_method_in_the_layers_starts_at_the_base(model: PreTrainedModel, config: MethodConfig) -> None:
     ids = torch.randint(1, 97, (2, 9))
     before = model(input_ids=ids).logits
-    assert torch.equal(attach(model, LoraConfig(r=4), seed=1)(input_ids=ids).logits, before)
+    after = attach(model, config, seed=1)(input_ids=ids).logits
+    torch.testing.assert_close(after, before, atol=1e-6 if name_of(config) == "lora-dora" else 0, rtol=0)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_dora_equals_its_formula_on_the_dense_weight(seed: int, bias: bool) -> None:
+    site = LoraSite(r=3, scale=1.7, out_features=11, in_features=7)
+    base = torch.nn.Linear(7, 11, bias=bias).requires_grad_(False)
+    layer = DoraLinear(base, site, 0.0, torch.Generator().manual_seed(seed))
+    for parameter in layer.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)
+    updated = base.weight.double() + 1.7 * (layer.lora_B.double() @ layer.lora_A.double())
+    norms = updated.norm(dim=1)
+    torch.testing.assert_close(layer.row_norms().double(), norms, atol=1e-5, rtol=1e-5)
+    x = torch.randn(5, 7)
+    weight = updated * (layer.lora_magnitude_vector.double() / norms)[:, None]
+    expected = x.double() @ weight.T + (base.bias.double() if bias else 0)
+    torch.testing.assert_close(layer(x).double(), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)

@@ -23,6 +23,10 @@ from peftkit.methods import (
 
 LORA_CASES = {
     "all-linear": (LoraConfig(r=4, alpha=8), {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}),
+    "dora": (
+        LoraConfig(r=4, alpha=8, variant="dora", targets=["q_proj", "up_proj"]),
+        {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"], "use_dora": True},
+    ),
     "rslora-list": (
         LoraConfig(r=4, alpha=8, targets=["q_proj", "down_proj"], variant="rslora"),
         {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "use_rslora": True},
@@ -219,7 +223,11 @@ def test_gradients_of_lora_equal_pefts(tmp_path: Path, seed: int, case: str) -> 
     torch.testing.assert_close(losses[0], losses[1], atol=1e-6, rtol=1e-6)
     for loss in losses:
         loss.backward()
-    reference = {name.replace(".default", ""): p.grad for name, p in theirs.named_parameters() if p.requires_grad}
+    reference = {
+        name.replace(".default", "").replace("magnitude_vector.weight", "magnitude_vector"): p.grad
+        for name, p in theirs.named_parameters()
+        if p.requires_grad
+    }
     for name, parameter in attached(model)[0].parameters().items():
         grad, expected = parameter.grad, reference[name]
         assert grad is not None and expected is not None
