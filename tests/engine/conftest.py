@@ -75,6 +75,9 @@ def lora_folder(tmp_path: Path) -> Callable[..., Path]:
         for path, site in method.resolve(module_shapes(config)).items():
             for side, shape in (("A", (site.r, site.in_features)), ("B", (site.out_features, site.r))):
                 tensors[f"base_model.model.{path}.lora_{side}.weight"] = torch.randn(shape, generator=generator) * 0.2
+            if method.variant == "dora":
+                magnitude = torch.rand(site.out_features, generator=generator) * 3.0 + 0.5
+                tensors[f"base_model.model.{path}.lora_magnitude_vector"] = magnitude
         return write_adapter(tmp_path / f"lora-{seed}-{r}", method, tensors, {}).path
 
     return write
@@ -139,6 +142,7 @@ def every_kind(
         folders = {
             "lora": lora_folder(seed, config=config),
             "lora-some": lora_folder(seed + 1, 9, config=config, targets=["q_proj", "down_proj"], variant="rslora"),
+            "dora": lora_folder(seed + 2, 3, config=config, targets=["k_proj", "o_proj", "up_proj"], variant="dora"),
             "houlsby": bottleneck_folder(seed, config),
             "pfeiffer": bottleneck_folder(seed, config, variant="pfeiffer", ln_before=True, non_linearity="gelu"),
             "parallel": bottleneck_folder(seed, config, variant="parallel", layers_to_transform=[1], scaling=1.5),

@@ -44,17 +44,28 @@ def test_generation_equals_a_teacher_forced_forward_in_transformers(
     assert_teacher_forced(engine, model, requests)
 
 
-@pytest.mark.parametrize("kind", ["lora", "prompt"])
+PEFT_CONFIGS: dict[str, Callable[[], peft.PeftConfig]] = {
+    "lora": lambda: peft.LoraConfig(
+        r=5, use_rslora=True, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False
+    ),
+    "dora": lambda: peft.LoraConfig(
+        r=5, use_dora=True, target_modules=["k_proj", "o_proj", "down_proj"], init_lora_weights=False
+    ),
+    "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=7),
+    "ptuning": lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=17, encoder_hidden_size=9),
+    "prefix": lambda: peft.PrefixTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=18, prefix_projection=True, encoder_hidden_size=9
+    ),
+    "ptuning_v2": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
+}
+
+
+@pytest.mark.parametrize("kind", PEFT_CONFIGS)
 def test_adapters_that_hf_peft_wrote_generate_what_hf_peft_computes(
     make_engine: MakeEngine, base_folder: Path, tmp_path: Path, seed: int, kind: str
 ) -> None:
     base = AutoModelForCausalLM.from_pretrained(base_folder, dtype=torch.float32)
-    config = (
-        peft.LoraConfig(r=5, use_rslora=True, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
-        if kind == "lora"
-        else peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=7)
-    )
-    model = peft.get_peft_model(base, config)
+    model = peft.get_peft_model(base, PEFT_CONFIGS[kind]()).eval()
     model.save_pretrained(str(tmp_path / "peft"))
     engine = make_engine()
     engine.adapters.add("x", tmp_path / "peft")

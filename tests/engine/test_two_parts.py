@@ -16,7 +16,13 @@ from peftkit_serve.adapters.loader import AdapterLoader, LoadedAdapter
 Record = Callable[[Engine], dict[tuple[str, int], torch.Tensor]]
 EveryKind = Callable[..., dict[str, Path]]
 
-PAIRS = [("lora", "prompt"), ("lora-some", "prefix"), ("houlsby", "ptuning"), ("pfeiffer", "ptuning_v2")]
+PAIRS = [
+    ("lora", "prompt"),
+    ("lora-some", "prefix"),
+    ("dora", "prompt"),
+    ("houlsby", "ptuning"),
+    ("pfeiffer", "ptuning_v2"),
+]
 
 
 @pytest.fixture(autouse=True)
