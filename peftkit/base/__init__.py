@@ -3,7 +3,7 @@
 from peftkit.base.cache import cache_dir
 from peftkit.base.fingerprint import Fingerprint, config_hash
 from peftkit.base.folder import ARCHITECTURES
-from peftkit.base.load import Quant, auto_device, auto_dtype, load_base, load_tokenizer, module_shapes
+from peftkit.base.load import Quant, auto_device, auto_dtype, check_nf4, load_base, load_tokenizer, module_shapes
 from peftkit.base.names import EMBEDDED, BaseInfo, Embedded, resolve_base
 
 __all__ = [
@@ -20,5 +20,6 @@ __all__ = [
     "auto_device",
     "auto_dtype",
     "cache_dir",
+    "check_nf4",
     "config_hash",
 ]

@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 Quant = Literal["none", "nf4"]
 
+_NF4_BLOCK = 64
+"""Weights that share a scale."""
+
 _DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,
@@ -94,6 +97,8 @@ def load_base(
             f"quant {quant!r}: it must be none or nf4{did_you_mean(quant, ['none', 'nf4'])}", field="quant"
         )
     info = name if isinstance(name, BaseInfo) else resolve_base(name)
+    if quant == "nf4":
+        check_nf4(info, where)
     model = _load(info, weights_dtype, where, settings)
     _compute_as_asked(model)
     model.requires_grad_(False)
@@ -101,6 +106,23 @@ def load_base(
     model.__dict__["peftkit_base"] = info
     model.__dict__["peftkit_quant"] = quant
     return model, load_tokenizer(info)
+
+
+def check_nf4(info: BaseInfo, device: torch.device) -> None:
+    """Raises BaseModelError for a base that can't be held in NF4 on a device.
+
+    On a CPU bitsandbytes gives wrong weights back, without an error, for rows that are no whole number of blocks.
+    """
+    if device.type != "cpu":
+        return
+    config = AutoConfig.from_pretrained(info.path, local_files_only=True)
+    for path, (_, in_features) in module_shapes(config).items():
+        if ".layers." in path and in_features % _NF4_BLOCK:
+            raise BaseModelError(
+                f"{info.name}: {path} has {in_features} inputs, and NF4 on a CPU needs a multiple of {_NF4_BLOCK}: "
+                "use quant none, or a GPU",
+                field="quant",
+            )
 
 
 def load_tokenizer(info: BaseInfo) -> PreTrainedTokenizerBase:

@@ -6,7 +6,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from peftkit.base import BaseInfo, Quant, auto_device, auto_dtype
+from peftkit.base import BaseInfo, Quant, auto_device, auto_dtype, check_nf4
 from peftkit.errors import InputError, RunError
 from peftkit_kernels import copy_pages
 from peftkit_serve.adapters.memory import AdapterMemory
@@ -52,6 +52,8 @@ class Runner:
         where = auto_device(device)
         dtype = auto_dtype("auto", where)
         self.spec: ModelSpec = read_spec(base.path)
+        if quant == "nf4":
+            check_nf4(base, where)
         weights = self._weights = load_weights(base.path, self.spec, quant=quant, dtype=dtype, device=where)
         self.weight_bytes = weights.nbytes
         """Bytes of all weights held, NF4 codes and their dequantised copies both."""

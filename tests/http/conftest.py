@@ -90,7 +90,7 @@ def write_prompt(folder: Path, seed: int, num_virtual: int = 20) -> Path:
     return write_adapter(folder, config, {"prompt_embeddings": embeddings}, {}).path
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keeps what peftkit remembers of the tiny base out of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:

@@ -20,11 +20,12 @@ from transformers import (
 
 from peftkit.base import auto_device, auto_dtype, load_base, load_tokenizer, module_shapes, resolve_base
 from peftkit.errors import BaseModelError, InputError
+from peftkit_serve import Engine
 
 SIZES = {
     "vocab_size": 264,
     "hidden_size": 64,
-    "intermediate_size": 96,
+    "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -95,6 +96,16 @@ class TestLoading:
 
 
 class TestNf4:
+    def test_rows_that_are_no_whole_blocks_are_refused_on_a_cpu(self, tiny_base: Path, tmp_path: Path) -> None:
+        # bitsandbytes 0.50 dequantises them wrongly there, without an error
+        config = LlamaConfig(**{**SIZES, "intermediate_size": 96})
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "narrow")
+        AutoTokenizer.from_pretrained(tiny_base).save_pretrained(tmp_path / "narrow")
+        with pytest.raises(BaseModelError, match=r"down_proj has 96 inputs.*multiple of 64.*quant none"):
+            load_base(tmp_path / "narrow", quant="nf4", device="cpu")
+        with pytest.raises(BaseModelError, match="down_proj has 96 inputs"):
+            Engine(tmp_path / "narrow", quant="nf4", device="cpu")
+
     @pytest.mark.parametrize("double_quant", [True, False])
     def test_every_linear_layer_but_the_head_is_4_bit(self, wide_base, double_quant):
         model, _ = load_base(wide_base, quant="nf4", double_quant=double_quant, device="cpu")

@@ -21,7 +21,7 @@ class TestBase:
     def test_info_tells_the_facts_of_a_folder(self, tiny_base, capsys):
         facts = answer(capsys, "base", "info", str(tiny_base))
         assert facts["architecture"] == "LlamaForCausalLM"
-        assert (facts["layers"], facts["hidden_size"], facts["key_value_heads"], facts["context"]) == (2, 32, 2, 256)
+        assert (facts["layers"], facts["hidden_size"], facts["key_value_heads"], facts["context"]) == (2, 64, 2, 256)
         assert facts["dtypes"] == ["F32"] and facts["bytes"] == 4 * facts["parameters"]
         assert facts["fingerprint"]["weights"] == resolve_base(tiny_base).fingerprint.weights
         assert len(facts["chat_template_sha256"]) == 64

@@ -58,7 +58,7 @@ def test_a_dry_run_shows_parameters_memory_and_a_sample_with_its_loss_mask(
 ) -> None:
     code, out, _ = answer(capsys, recipe, "--dry-run")
     assert code == 0
-    assert "trainable 3,712" in out
+    assert "trainable 8,192" in out
     for part in ("weights", "adapter", "optimizer", "activations", "logits", "total"):
         assert f"\n  {part} " in out
     row = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])
@@ -66,7 +66,7 @@ def test_a_dry_run_shows_parameters_memory_and_a_sample_with_its_loss_mask(
     assert not (tmp_path / "run").exists()
     code, out, _ = answer(capsys, recipe, "--dry-run", "--json")
     plan = json.loads(out)
-    assert plan["trainable_parameters"] == 3712
+    assert plan["trainable_parameters"] == 8192
     assert plan["sample"][1] == {"text": f"{row['completion']}<|im_end|>", "trained": True}
     assert sum(plan["memory"].values()) == plan["memory_total"]
 

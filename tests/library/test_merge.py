@@ -231,8 +231,8 @@ def test_an_untied_model_stays_untied(seed: int, make_adapter: MakeAdapter) -> N
     adapter = make_adapter(PLAIN)
     config = LlamaConfig(
         vocab_size=259,
-        hidden_size=32,
-        intermediate_size=48,
+        hidden_size=64,
+        intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
