@@ -87,6 +87,12 @@ class SoftPrompt(Method):
         cached = 0 if cache is None else int(cache.get_seq_length())
         self._prepended = cached == 0
         mask = self._text_mask(kwargs.get("attention_mask"), B, T + max(cached - V, 0), embeds.device)
+        window = getattr(self._model.config, "sliding_window", None)
+        if window is not None and V + mask.shape[1] > window:
+            raise UnsupportedError(
+                f"{self.config.kind}: {mask.shape[1]} tokens behind {V} virtual ones pass this base's attention window of "
+                f"{window}, which would hide the virtual ones: use shorter rows, or prefix or ptuning_v2"
+            )
         positions = text_positions(kwargs.get("position_ids"), mask, T) + V
         if self._prepended:
             embeds = torch.cat([self._encoder().to(embeds.dtype).expand(B, -1, -1), embeds], 1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from pydantic import ValidationError
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from peftkit.errors import AdapterError, InputError, UnsupportedError
 from peftkit.methods import (
@@ -320,3 +320,15 @@ def test_dropout_acts_in_training_alone(model: PreTrainedModel) -> None:
     assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
     model.train()
     assert not torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+def test_text_beyond_a_sliding_window_is_refused_by_soft_prompts_and_not_by_prefixes(seed: int) -> None:
+    settings = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 12}
+    model = MistralForCausalLM(MistralConfig(**settings, **heads)).eval()  # type: ignore[arg-type]
+    attach(model, PromptTuningConfig(num_virtual_tokens=4))
+    model(input_ids=torch.randint(1, 97, (1, 8)))
+    with pytest.raises(UnsupportedError, match="window of 12"):
+        model(input_ids=torch.randint(1, 97, (1, 9)))
+    attach(detach(model), PTuningV2Config(num_virtual_tokens=4))
+    model(input_ids=torch.randint(1, 97, (1, 20)))
