@@ -90,8 +90,8 @@ class SoftPrompt(Method):
         window = getattr(self._model.config, "sliding_window", None)
         if window is not None and V + mask.shape[1] > window:
             raise UnsupportedError(
-                f"{self.config.kind}: {mask.shape[1]} tokens behind {V} virtual ones pass this base's attention window of "
-                f"{window}, which would hide the virtual ones: use shorter rows, or prefix or ptuning_v2"
+                f"{self.config.kind}: {mask.shape[1]} tokens behind {V} virtual ones pass this base's attention window "
+                f"of {window}, which would hide the virtual ones: use shorter rows, or prefix or ptuning_v2"
             )
         positions = text_positions(kwargs.get("position_ids"), mask, T) + V
         if self._prepended:
