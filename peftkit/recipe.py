@@ -265,15 +265,25 @@ def _beside(data: Data, folder: Path) -> Data:
     """`data` with relative paths that exist beside the recipe, and not in the current folder, made to point there."""
 
     def place(path: str | None) -> str | None:
-        if path is None or path.startswith(EXAMPLE) or Path(path).exists() or not (folder / path).exists():
+        if path is None or path.startswith(EXAMPLE):
             return path
-        return str(folder / path)
+        try:
+            return path if Path(path).exists() or not (folder / path).exists() else str(folder / path)
+        except OSError as error:
+            raise RecipeError(f"data: '{path[:80]}' is no path: {error.strerror}") from error
 
     return data.model_copy(update={"train": place(data.train), "valid": place(data.valid)})
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 without its surprises: a key given twice is an error, and 2e-4 is a number."""
+    """YAML 1.1 without its surprises: a key given twice or an alias is an error, and 2e-4 is a number."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        # aliases nest to any size, or into themselves, and a recipe has no use for them
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark  # type: ignore[union-attr]
+            raise yaml.constructor.ConstructorError(None, None, "an alias (*name) isn't allowed: write it out", mark)
+        return super().compose_node(parent, index)
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -305,3 +315,7 @@ def _read_yaml(text: str, source: str) -> Any:
         raise RecipeError(f"{source}{line}: not valid YAML: {error.problem or error.context}") from error
     except yaml.YAMLError as error:
         raise RecipeError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        # what yaml's own constructors let through: !!float abc, a date that isn't one, brackets a thousand deep
+        problem = " ".join(str(error).split())
+        raise RecipeError(f"{source}: not valid YAML: a value can't be read: {problem}") from error

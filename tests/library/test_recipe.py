@@ -202,3 +202,23 @@ def test_a_recipe_survives_json(tmp_path: Path) -> None:
     recipe = load_recipe(recipe_file(tmp_path, DOCUMENTED))
     assert Recipe.model_validate_json(json.dumps(recipe.model_dump(mode="json"))) == recipe
     assert isinstance(recipe.method, BaseModel)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "base: !!float abc",
+        "base: !!bool perhaps",
+        "base: !!int 0b",
+        "base: !!timestamp 2026-99-99",
+        "base: " + "[" * 3000 + "]" * 3000,
+        "a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]",
+        "base: &a [*a]",
+    ],
+)
+def test_yaml_that_cannot_become_values_is_refused_in_a_line(tmp_path: Path, text: str) -> None:
+    assert "not valid YAML" in refusal(tmp_path, text)
+
+
+def test_a_path_that_no_system_takes_is_refused(tmp_path: Path) -> None:
+    assert "is no path" in refusal(tmp_path, f"data: {{train: {'a' * 5000}}}")
