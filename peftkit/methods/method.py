@@ -17,7 +17,7 @@ from peftkit.errors import AdapterError, InputError, did_you_mean
 class MethodSettings(BaseModel):
     """Base of the method configs: frozen, and a key that isn't known is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def identity(self) -> dict[str, Any]:
         """What of this config changes the function that the adapter computes, with sets in a fixed order."""

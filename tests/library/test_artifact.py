@@ -243,3 +243,10 @@ def test_saving_needs_exactly_one_adapter(model: PreTrainedModel, tmp_path: Path
     attach(attach(model, CONFIG), PromptTuningConfig())
     with pytest.raises(InputError, match="2 adapters"):
         save_adapter(model, tmp_path / "a")
+
+
+@pytest.mark.parametrize("fields", [{"alpha_pattern": {"q_proj": float("nan")}}, {"lora_alpha": float("inf")}])
+def test_a_strength_that_is_no_finite_number_is_refused(saved: Artifact, fields: dict[str, Any]) -> None:
+    edit_config(saved.path, **fields)
+    with pytest.raises(AdapterError, match="finite"):
+        read_adapter(saved.path)
