@@ -6,9 +6,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from peftkit.artifact.adapters_library import read_adapters_library
 from peftkit.artifact.identity import uid_of
 from peftkit.artifact.reader import Artifact, read_adapter
-from peftkit.artifact.writer import write_adapter, write_files
+from peftkit.artifact.writer import write_adapter, write_adapters_library, write_files
 from peftkit.base import BaseInfo
 from peftkit.errors import InputError
 from peftkit.methods import attach, attached
@@ -18,9 +19,11 @@ __all__ = [
     "base_record",
     "load_adapter",
     "read_adapter",
+    "read_adapters_library",
     "save_adapter",
     "uid_of",
     "write_adapter",
+    "write_adapters_library",
     "write_files",
 ]
 
@@ -31,6 +34,7 @@ def base_record(model: PreTrainedModel) -> dict[str, Any]:
     config = model.config
     base: dict[str, Any] = {
         "id": (config.name_or_path or None) if info is None else info.name,
+        "model_type": config.model_type,
         "layers": config.num_hidden_layers,
         "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,

@@ -1,6 +1,5 @@
 """Reading an adapter folder, strictly: what can't be applied whole is an error that names the culprit."""
 
-import json
 import logging
 import re
 from collections.abc import Mapping
@@ -8,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
+from peftkit.artifact.adapters_library import is_adapters_library, read_adapters_library
+from peftkit.artifact.files import CONFIG_FILE, RECORD_FILE, TENSOR_FILE, present, read_json, read_tensors
 from peftkit.artifact.identity import uid_of
 from peftkit.artifact.peft_format import from_peft
 from peftkit.base import BaseInfo, module_shapes
@@ -27,14 +26,7 @@ from peftkit.methods.soft_prompt import KEY as PROMPT_KEY
 
 logger = logging.getLogger(__name__)
 
-CONFIG_FILE = "adapter_config.json"
-TENSOR_FILE = "adapter_model.safetensors"
-RECORD_FILE = "peftkit.json"
 _LAYER_KEY = re.compile(re.escape(BOTTLENECK_PREFIX) + r"\d+\.")
-_CONVERT = (
-    "python -c 'import torch, safetensors.torch as s; "
-    's.save_file(torch.load("adapter_model.bin", weights_only=True), "adapter_model.safetensors")\''
-)
 
 
 @dataclass(frozen=True)
@@ -58,7 +50,7 @@ def read_adapter(
     config: PretrainedConfig | None = None,
     strict_base: bool = False,
 ) -> Artifact:
-    """Reads and checks an adapter folder.
+    """Reads and checks an adapter folder: HF PEFT's, or one that the `adapters` library saved.
 
     With `base` the adapter must fit it: another architecture, tokenizer or shape is BaseMismatchError; other weights or
     settings of the same shape are a warning, or an error with `strict_base`. `config` alone checks shapes only. Without
@@ -66,14 +58,22 @@ def read_adapter(
     Raises AdapterError or its children; nothing is unpickled.
     """
     folder = Path(path)
-    fields = _read_json(_present(folder, CONFIG_FILE))
-    method = from_peft(fields, str(folder / CONFIG_FILE))
-    tensors = {name: tensor for name, tensor in _read_tensors(folder).items() if not _is_frozen_copy(name)}
-    record = _read_json(folder / RECORD_FILE) if (folder / RECORD_FILE).exists() else {}
+    fields = read_json(present(folder, CONFIG_FILE))
+    record = read_json(folder / RECORD_FILE) if (folder / RECORD_FILE).exists() else {}
     if base is not None:
         config = AutoConfig.from_pretrained(base.path)
+    if is_adapters_library(fields):
+        method, tensors = read_adapters_library(folder)
+        _check_family(folder, fields, config)
+    else:
+        method = from_peft(fields, str(folder / CONFIG_FILE))
+        read = read_tensors(folder, TENSOR_FILE, "adapter_model.bin")
+        tensors = {name: tensor for name, tensor in read.items() if not _is_frozen_copy(name)}
+    if base is not None:
         _check_base(folder, record, base, strict_base)
     _check_shapes(folder, method, tensors, config)
+    if isinstance(method, BottleneckConfig):
+        method = method.resolved(_own_bottleneck(tensors)[1])
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise AdapterError(f"{folder / TENSOR_FILE}: {name} has values that aren't finite")
@@ -85,46 +85,14 @@ def read_adapter(
     return Artifact(path=folder, config=method, tensors=tensors, uid=uid, record=record)
 
 
+def _check_family(folder: Path, fields: Mapping[str, Any], config: PretrainedConfig | None) -> None:
+    if config is not None and config.model_type != fields["model_type"]:
+        raise BaseMismatchError(f"{folder} was made for a {fields['model_type']} base, not for {config.model_type}")
+
+
 def base_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """What a record says of the base: `id` and `fingerprint`, where it says so."""
     return record.get("base") or {}
-
-
-def _present(folder: Path, name: str) -> Path:
-    if not folder.is_dir():
-        raise AdapterError(f"there is no adapter folder {folder}")
-    if not (folder / name).exists():
-        raise AdapterError(f"{folder} isn't an adapter folder: it has no {name}")
-    return folder / name
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise AdapterError(f"{path} can't be read as JSON: {error}") from error
-    if not isinstance(content, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise AdapterError(f"{path} must hold one JSON object")
-    return content
-
-
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    path = folder / TENSOR_FILE
-    if not path.exists() and (folder / "adapter_model.bin").exists():
-        raise AdapterError(
-            f"{folder} holds a pickled adapter_model.bin, which isn't loaded: convert it there with {_CONVERT}"
-        )
-    _present(folder, TENSOR_FILE)
-    try:
-        tensors = safetensors.torch.load_file(path)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise AdapterError(f"{path} is damaged: {error}") from error
-    if not tensors:
-        raise AdapterError(f"{path} holds no tensors")
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point():
-            raise AdapterError(f"{path}: {name} is {tensor.dtype}, adapters hold floating-point tensors")
-    return tensors
 
 
 def _is_frozen_copy(name: str) -> bool:

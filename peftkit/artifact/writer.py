@@ -11,9 +11,11 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
+from peftkit.artifact.adapters_library import LIBRARY_TENSOR_FILE, to_adapters_library
+from peftkit.artifact.files import CONFIG_FILE, RECORD_FILE, TENSOR_FILE
 from peftkit.artifact.identity import uid_of
 from peftkit.artifact.peft_format import from_peft, to_peft
-from peftkit.artifact.reader import CONFIG_FILE, RECORD_FILE, TENSOR_FILE, Artifact, base_of
+from peftkit.artifact.reader import Artifact, base_of
 from peftkit.errors import RunError
 from peftkit.methods import AnyConfig
 
@@ -41,6 +43,25 @@ def write_adapter(
     }
     write_files(folder, files)
     return Artifact(path=folder, config=config, tensors=tensors, uid=uid, record=full_record)
+
+
+def write_adapters_library(
+    path: str | Path, artifact: Artifact, *, name: str = "adapter", base_name: str | None = None
+) -> None:
+    """Writes a bottleneck adapter as a folder for the `adapters` library's `load_adapter(path, use_safetensors=True)`.
+
+    `name` is what the library calls the adapter, `base_name` what the folder calls its base: by default as the
+    adapter's record does. Raises UnsupportedError for another method, AdapterError when the record doesn't say enough
+    of the base, InputError for a name that the library can't use, RunError when there is no room.
+    """
+    base = base_of(artifact.record)
+    base = {**base, "id": base_name or base.get("id")}
+    fields, tensors = to_adapters_library(artifact.config, artifact.tensors, base, name)
+    files = {
+        LIBRARY_TENSOR_FILE: safetensors.torch.save(tensors, metadata={"format": "pt"}),
+        CONFIG_FILE: _json(fields),
+    }
+    write_files(Path(path), files)
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:

@@ -14,7 +14,12 @@ from peftkit.errors import BaseModelError
 def command(
     adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="The adapter's folder.")],
     out: Annotated[Path, typer.Option(metavar="PATH", help="The new folder.")],
-    format: Annotated[Literal["peft"], typer.Option(help="peft: a folder for HF PEFT and vLLM.")] = "peft",
+    format: Annotated[
+        Literal["peft", "adapters"],
+        typer.Option(
+            help="peft: a folder for HF PEFT and vLLM; adapters: bottleneck adapters for the adapters library."
+        ),
+    ] = "peft",
     base_name: Annotated[
         str | None,
         typer.Option(help="What the export calls its base: a hub id or path; by default where the base lies here."),
@@ -22,13 +27,17 @@ def command(
 ) -> None:
     """Write an adapter in another program's format."""
     from peftkit.artifact import read_adapter
-    from peftkit.merge import export_peft
+    from peftkit.merge import export_adapters, export_peft
 
     folder = resources.find(adapter)
     name = base_name or _found_here(base_named_by(read_adapter(folder)))
-    exported = export_peft(folder, out, base_name=name)
+    export, reader = {
+        "peft": (export_peft, "HF PEFT"),
+        "adapters": (export_adapters, "the adapters library, load_adapter(…, use_safetensors=True)"),
+    }[format]
+    exported = export(folder, out, base_name=name)
     result = {"out": out, "format": format, "base_name": name, "uid": exported.uid, "kind": exported.config.kind}
-    output.emit(result, f"{exported.config.kind} adapter written to {out} for HF PEFT, on base {name}")
+    output.emit(result, f"{exported.config.kind} adapter written to {out} for {reader}, on base {name}")
 
 
 def _found_here(base: str) -> str:

@@ -15,6 +15,7 @@ from peftkit.merge.equivalence import Equivalence
 from peftkit.merge.export import (
     MergeReport,
     Mode,
+    export_adapters,
     export_peft,
     merge_to_folder,
     named_base,
@@ -28,6 +29,7 @@ __all__ = [
     "MergeReport",
     "Mode",
     "Equivalence",
+    "export_adapters",
     "export_peft",
     "named_base",
     "transformers_name",

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from peftkit.artifact import Artifact, read_adapter
-from peftkit.artifact.reader import CONFIG_FILE, TENSOR_FILE
+from peftkit.artifact import Artifact, read_adapter, write_adapters_library
+from peftkit.artifact.files import CONFIG_FILE, TENSOR_FILE
 from peftkit.base import BaseInfo, auto_device, auto_dtype, load_base, resolve_base
 from peftkit.base.folder import stored_tensors
 from peftkit.errors import RunError, UnsupportedError
@@ -128,8 +128,10 @@ def export_peft(adapter: str | Path, out: str | Path, *, base_name: str | None =
     out = Path(out)
     artifact = read_adapter(adapter)
     if isinstance(artifact.config, BottleneckConfig):
-        raise UnsupportedError(f"{adapter}: HF PEFT has no bottleneck adapters, so it could not read the export")
-    fields = _peft_fields(artifact) | ({"base_model_name_or_path": base_name} if base_name else {})
+        raise UnsupportedError(
+            f"{adapter}: HF PEFT has no bottleneck adapters, so it could not read the export: use format adapters"
+        )
+    fields = _fields(artifact) | ({"base_model_name_or_path": base_name} if base_name else {})
     with new_folder(out) as staging:
         safetensors.torch.save_file(artifact.tensors, staging / TENSOR_FILE, metadata={"format": "pt"})
         (staging / CONFIG_FILE).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -138,9 +140,29 @@ def export_peft(adapter: str | Path, out: str | Path, *, base_name: str | None =
     return read_adapter(out)
 
 
+def export_adapters(
+    adapter: str | Path, out: str | Path, *, name: str = "adapter", base_name: str | None = None
+) -> Artifact:
+    """Writes bottleneck adapters as the new folder `out` for the `adapters` library and returns it as read back.
+
+    `name` is what the library calls the adapter, `base_name` what the folder calls its base; by default as the adapter
+    does. Raises AdapterError for a folder that can't be read or doesn't say enough of its base, UnsupportedError for
+    another method, InputError when `out` is taken or for a name that the library can't use, RunError when it can't be
+    written.
+    """
+    out = Path(out)
+    artifact = read_adapter(adapter)
+    with new_folder(out) as staging:
+        write_adapters_library(staging, artifact, name=name, base_name=base_name)
+        if read_adapter(staging).uid != artifact.uid:
+            raise RunError(f"{out} doesn't read back as {artifact.path}: is the disk sound?")
+    return read_adapter(out)
+
+
 def named_base(artifact: Artifact) -> str | None:
     """The base that an adapter's folder names, as it was called where the adapter was made."""
-    return _peft_fields(artifact).get("base_model_name_or_path")
+    fields = _fields(artifact)
+    return fields.get("base_model_name_or_path") or fields.get("model_name")
 
 
 def transformers_name(base: str) -> str:
@@ -153,7 +175,7 @@ def transformers_name(base: str) -> str:
     return base if is_hub_id else str(resolve_base(base).path)
 
 
-def _peft_fields(artifact: Artifact) -> dict[str, Any]:
+def _fields(artifact: Artifact) -> dict[str, Any]:
     return json.loads((artifact.path / CONFIG_FILE).read_text(encoding="utf-8"))
 
 

@@ -12,7 +12,6 @@ all before the sub-layer's residual add, as the `adapters` library has them on L
 that step 0 equals the base. The weights are float32 whatever the base computes in; the base's norms stay frozen.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -61,7 +60,7 @@ class BottleneckConfig(MethodSettings):
     def resolved(self, hidden_size: int) -> "BottleneckConfig":
         """The same with every null replaced, and the width as `bottleneck_size`."""
         factor, non_linearity, scaling = _DEFAULTS[self.variant]
-        size = self.bottleneck_size or max(1, math.floor(hidden_size / (self.reduction_factor or factor)))
+        size = self.bottleneck_size or max(1, int(hidden_size // (self.reduction_factor or factor)))
         return self.model_copy(
             update={
                 "reduction_factor": None,
