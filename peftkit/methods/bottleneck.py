@@ -8,8 +8,9 @@ With a the attention's output, m the feed-forward's, r and r' = r + a (+ its ada
     pfeiffer                    m ← m + A₂(r' + m)            Pfeiffer et al. 2021, arXiv:2005.00247
     parallel                    m ← m + A₂(r')                He et al. 2022, arXiv:2110.04366
 
-all before the sub-layer's residual add, as the `adapters` library has them on Llama. W_up and b_up start at zero, so
-that step 0 equals the base. The weights are float32 whatever the base computes in; the base's norms stay frozen.
+all before the sub-layer's residual add, with r' as it is before its norm: as the `adapters` library has them on Llama,
+Mistral, Qwen2 and Qwen3. W_up and b_up start at zero, so that step 0 equals the base; the library starts so only for
+parallel. The weights are float32 whatever the base computes in; the base's norms stay frozen.
 """
 
 from collections.abc import Mapping
