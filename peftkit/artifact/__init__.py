@@ -7,24 +7,28 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from peftkit.artifact.adapters_library import read_adapters_library
-from peftkit.artifact.identity import uid_of
-from peftkit.artifact.reader import Artifact, read_adapter
-from peftkit.artifact.writer import write_adapter, write_adapters_library, write_files
+from peftkit.artifact.identity import uid_of, uid_of_parts
+from peftkit.artifact.reader import Artifact, Part, read_adapter
+from peftkit.artifact.writer import write_adapter, write_adapters_library, write_files, write_parts
 from peftkit.base import BaseInfo
 from peftkit.errors import InputError
-from peftkit.methods import attach, attached
+from peftkit.methods import attach, attached, check_together
 
 __all__ = [
     "Artifact",
+    "Part",
     "base_record",
     "load_adapter",
+    "put_on",
     "read_adapter",
     "read_adapters_library",
     "save_adapter",
     "uid_of",
+    "uid_of_parts",
     "write_adapter",
     "write_adapters_library",
     "write_files",
+    "write_parts",
 ]
 
 
@@ -48,12 +52,14 @@ def base_record(model: PreTrainedModel) -> dict[str, Any]:
 def save_adapter(model: PreTrainedModel, path: str | Path, **record: Any) -> Artifact:
     """Writes the adapter attached to `model` as an HF PEFT folder; `record` goes into its `peftkit.json`.
 
-    Raises InputError when the model has no adapter or more than one, RunError when there is no room.
+    Two methods together become a folder with one for each of them. Raises InputError when the model has no adapter,
+    RunError when there is no room.
     """
     methods = attached(model)
-    if len(methods) != 1:
-        raise InputError(f"the model has {len(methods)} adapters attached: one is saved at a time")
-    return write_adapter(path, methods[0].config, methods[0].export(), {**base_record(model), **record})
+    if not methods:
+        raise InputError("the model has no adapter attached: there is nothing to save")
+    parts = [(method.exported_config, method.export()) for method in methods]
+    return write_parts(path, parts, {**base_record(model), **record})
 
 
 def load_adapter(
@@ -65,12 +71,19 @@ def load_adapter(
     """
     info: BaseInfo | None = getattr(model, "peftkit_base", None)
     artifact = read_adapter(path, base=info, config=model.config, strict_base=strict_base)
-    config = artifact.config
-    before = {method.kind for method in attached(model)}
-    attach(model, config)
-    (method,) = [method for method in attached(model) if method.kind not in before]
-    method.load(artifact.tensors)
-    if not trainable:
-        for parameter in method.parameters().values():
-            parameter.requires_grad_(False)
+    put_on(model, artifact, trainable=trainable)
     return model
+
+
+def put_on(model: PreTrainedModel, artifact: Artifact, *, trainable: bool = False) -> None:
+    """Attaches an adapter that was read and checked against this base already, frozen unless `trainable`.
+
+    Raises InputError when the model has such a method attached already; it is then untouched.
+    """
+    check_together([method.kind for method in attached(model)] + [part.config.kind for part in artifact.parts])
+    for part in artifact.parts:
+        attach(model, part.config)
+        method = attached(model)[-1]
+        method.load(part.tensors)
+        for parameter in method.parameters().values():
+            parameter.requires_grad_(trainable)

@@ -6,6 +6,7 @@ from typing import Any
 
 import safetensors
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from peftkit.errors import AdapterError
@@ -13,6 +14,8 @@ from peftkit.errors import AdapterError
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
 RECORD_FILE = "peftkit.json"
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def present(folder: Path, name: str) -> Path:
@@ -36,7 +39,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path, name: str, pickled: str) -> dict[str, Tensor]:
-    """The floating-point tensors of the safetensors file `name`, on the CPU.
+    """The float32, float16 and bfloat16 tensors of the safetensors file `name`, on the CPU.
 
     Raises AdapterError when it is missing or damaged, or when only its counterpart `pickled` is there: the message has
     the command that converts it.
@@ -55,6 +58,6 @@ def read_tensors(folder: Path, name: str, pickled: str) -> dict[str, Tensor]:
     if not tensors:
         raise AdapterError(f"{path} holds no tensors")
     for key, tensor in tensors.items():
-        if not tensor.is_floating_point():
-            raise AdapterError(f"{path}: {key} is {tensor.dtype}, adapters hold floating-point tensors")
+        if tensor.dtype not in _FLOATS:
+            raise AdapterError(f"{path}: {key} is {tensor.dtype}, adapters hold float32, float16 or bfloat16 tensors")
     return tensors

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,3 +21,9 @@ def uid_of(config: AnyConfig, tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"{name}|{tensor.dtype}|{list(tensor.shape)}|".encode())
         digest.update(tensor.view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def uid_of_parts(parts: Sequence[tuple[AnyConfig, Mapping[str, Tensor]]]) -> str:
+    """`uid_of` a single part; of several, SHA-256 over those of each, in a fixed order."""
+    uids = sorted(uid_of(config, tensors) for config, tensors in parts)
+    return uids[0] if len(uids) == 1 else hashlib.sha256("|".join(uids).encode()).hexdigest()

@@ -45,12 +45,9 @@ _LORA_NEUTRAL: dict[str, Any] = {
     "fan_in_fan_out": False,
     "kasa_config": None,
     "layer_replication": None,
-    "lora_bias": False,
     "lora_ga_config": None,
-    "modules_to_save": None,
     "monteclora_config": None,
     "target_parameters": None,
-    "trainable_token_indices": None,
     "use_bdlora": None,
     "use_qalora": False,
     "velora_config": None,
@@ -78,6 +75,9 @@ _LORA_FIELDS = (
     "use_rslora",
     "use_dora",
     "init_lora_weights",
+    "lora_bias",
+    "modules_to_save",
+    "trainable_token_indices",
 )
 # shape of the base and reparameterisation in the prompt family: the exported tensor has all that counts
 _VIRTUAL_FIELDS = (
@@ -135,6 +135,9 @@ def to_peft(config: AnyConfig, base: Mapping[str, Any], tensors: Mapping[str, An
             "use_rslora": config.variant == "rslora",
             "use_dora": config.variant == "dora",
             "init_lora_weights": True,
+            "lora_bias": config.lora_bias,
+            "modules_to_save": config.modules_to_save or None,
+            "trainable_token_indices": config.trainable_token_indices,
         }
     if isinstance(config, BottleneckConfig):
         return {**common, "peft_type": "BOTTLENECK", **config.model_dump(include=set(_BOTTLENECK_FIELDS))}
@@ -249,6 +252,9 @@ def _lora(fields: Mapping[str, Any], where: str) -> LoraConfig:
         "rank_pattern": fields.get("rank_pattern") or {},
         "alpha_pattern": fields.get("alpha_pattern") or {},
         "variant": variant,
+        "lora_bias": fields.get("lora_bias") or False,
+        "modules_to_save": fields.get("modules_to_save") or [],
+        "trainable_token_indices": fields.get("trainable_token_indices") or None,
     }
     return _validated(LoraConfig, settings, where)
 
@@ -281,7 +287,7 @@ def _refuse_unknown(fields: Mapping[str, Any], known: tuple[str, ...], where: st
 def _target_modules(config: LoraConfig, tensors: Mapping[str, Any]) -> list[str] | str:
     if config.targets != "all-linear":
         return config.targets if isinstance(config.targets, str) else sorted(set(config.targets))
-    return sorted({key.split(".lora_")[0].rsplit(".", 1)[-1] for key in tensors})
+    return sorted({key.split(".lora_")[0].rsplit(".", 1)[-1] for key in tensors if ".lora_" in key})
 
 
 def _number(value: float) -> float | int:

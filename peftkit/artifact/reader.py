@@ -13,20 +13,39 @@ from transformers import AutoConfig, PretrainedConfig
 
 from peftkit.artifact.adapters_library import is_adapters_library, read_adapters_library
 from peftkit.artifact.files import CONFIG_FILE, RECORD_FILE, TENSOR_FILE, present, read_json, read_tensors
-from peftkit.artifact.identity import uid_of
+from peftkit.artifact.identity import uid_of_parts
+from peftkit.artifact.lora_shapes import own_shapes
 from peftkit.artifact.peft_format import from_peft
-from peftkit.base import BaseInfo, module_shapes
-from peftkit.errors import AdapterError, BaseMismatchError, InputError
-from peftkit.methods import AnyConfig, BottleneckConfig, LoraConfig, PrefixTuningConfig, PTuningV2Config
+from peftkit.base import BaseInfo, parameter_shapes
+from peftkit.errors import AdapterError, BaseMismatchError, InputError, UnsupportedError
+from peftkit.methods import (
+    KINDS,
+    AnyConfig,
+    BottleneckConfig,
+    LoraConfig,
+    PrefixTuningConfig,
+    PTuningV2Config,
+    check_together,
+)
 from peftkit.methods.bottleneck import PREFIX as BOTTLENECK_PREFIX
-from peftkit.methods.lora import PREFIX, expected_tensors
+from peftkit.methods.lora import HEAD, PREFIX, is_tied
 from peftkit.methods.method import check_tensors
 from peftkit.methods.prefix import kv_width
 from peftkit.methods.soft_prompt import KEY as PROMPT_KEY
 
 logger = logging.getLogger(__name__)
 
+_HEAD_ROWS = f"{PREFIX}{HEAD}.token_adapter."
 _LAYER_KEY = re.compile(re.escape(BOTTLENECK_PREFIX) + r"\d+\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one method of an adapter computes."""
+
+    config: AnyConfig
+    tensors: dict[str, Tensor]
+    """PEFT key → CPU tensor."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +53,42 @@ class Artifact:
     """An adapter as it lies on disk."""
 
     path: Path
-    config: AnyConfig
-    tensors: dict[str, Tensor]
-    """PEFT key → CPU tensor."""
+    parts: tuple[Part, ...]
+    """One, or two methods together."""
     uid: str
     """SHA-256 over what the adapter computes."""
     record: dict[str, Any]
     """What `peftkit.json` says of its making; empty for a folder that another program wrote."""
+
+    @property
+    def kind(self) -> str:
+        """Name of its method, or of both with a plus between them."""
+        return "+".join(part.config.kind for part in self.parts)
+
+    @property
+    def config(self) -> AnyConfig:
+        """That of the only method. Raises UnsupportedError where there are two."""
+        return self._only().config
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Those of the only method. Raises UnsupportedError where there are two."""
+        return self._only().tensors
+
+    @property
+    def num_virtual(self) -> int:
+        """Virtual tokens at the head of each text."""
+        return sum(getattr(part.config, "num_virtual_tokens", 0) for part in self.parts)
+
+    def _only(self) -> Part:
+        first_part, *others = self.parts
+        if others:
+            first = first_part.config.kind
+            raise UnsupportedError(
+                f"{self.path} is two methods together ({self.kind}), where one is wanted: take the folder of one of "
+                f"them, such as {self.path / first}"
+            )
+        return first_part
 
 
 def read_adapter(
@@ -50,7 +98,7 @@ def read_adapter(
     config: PretrainedConfig | None = None,
     strict_base: bool = False,
 ) -> Artifact:
-    """Reads and checks an adapter folder: HF PEFT's, or one that the `adapters` library saved.
+    """Reads and checks an adapter folder: HF PEFT's, one that the `adapters` library saved, or two methods together.
 
     With `base` the adapter must fit it: another architecture, tokenizer or shape is BaseMismatchError; other weights or
     settings of the same shape are a warning, or an error with `strict_base`. `config` alone checks shapes only. Without
@@ -58,10 +106,43 @@ def read_adapter(
     Raises AdapterError or its children; nothing is unpickled.
     """
     folder = Path(path)
-    fields = read_json(present(folder, CONFIG_FILE))
     record = read_json(folder / RECORD_FILE) if (folder / RECORD_FILE).exists() else {}
+    _check_record(folder, record)
     if base is not None:
         config = AutoConfig.from_pretrained(base.path)
+    kinds = record.get("parts")
+    parts = tuple(_read_part(folder / kind if kinds else folder, config) for kind in kinds or [""])
+    if kinds and [part.config.kind for part in parts] != kinds:
+        raise AdapterError(f"{folder / RECORD_FILE}: parts is {kinds}, the folders hold something else", field="parts")
+    uid = uid_of_parts([(part.config, part.tensors) for part in parts])
+    if record.get("uid", uid) != uid:
+        raise AdapterError(
+            f"{folder}: its content isn't what {RECORD_FILE} was written for (uid differs): save it again"
+        )
+    if base is not None:
+        _check_base(folder, record, base, strict_base)
+    return Artifact(folder, parts, uid, record)
+
+
+def _check_record(folder: Path, record: Mapping[str, Any]) -> None:
+    """What is read from a record has the shape that it is read by."""
+    where = folder / RECORD_FILE
+    for field, value in (("base", record), ("base.fingerprint", base_of(record))):
+        if not isinstance(value.get(field.rpartition(".")[2]), Mapping | None):
+            raise AdapterError(f"{where}: {field} must be an object", field=field)
+    parts = record.get("parts")
+    if parts is None:
+        return
+    if not isinstance(parts, list) or not parts or any(kind not in KINDS for kind in parts):
+        raise AdapterError(f"{where}: parts must be a list of methods: {', '.join(KINDS)}", field="parts")
+    try:
+        check_together(parts)
+    except InputError as error:
+        raise AdapterError(f"{where}: parts: {error}", field="parts") from error
+
+
+def _read_part(folder: Path, config: PretrainedConfig | None) -> Part:
+    fields = read_json(present(folder, CONFIG_FILE))
     if is_adapters_library(fields):
         method, tensors = read_adapters_library(folder)
         _check_family(folder, fields, config)
@@ -69,20 +150,13 @@ def read_adapter(
         method = from_peft(fields, str(folder / CONFIG_FILE))
         read = read_tensors(folder, TENSOR_FILE, "adapter_model.bin")
         tensors = {name: tensor for name, tensor in read.items() if not _is_frozen_copy(name)}
-    if base is not None:
-        _check_base(folder, record, base, strict_base)
     _check_shapes(folder, method, tensors, config)
     if isinstance(method, BottleneckConfig):
         method = method.resolved(_own_bottleneck(tensors)[1])
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise AdapterError(f"{folder / TENSOR_FILE}: {name} has values that aren't finite")
-    uid = uid_of(method, tensors)
-    if record.get("uid", uid) != uid:
-        raise AdapterError(
-            f"{folder}: its content isn't what {RECORD_FILE} was written for (uid differs): save it again"
-        )
-    return Artifact(path=folder, config=method, tensors=tensors, uid=uid, record=record)
+    return Part(method, tensors)
 
 
 def _check_family(folder: Path, fields: Mapping[str, Any], config: PretrainedConfig | None) -> None:
@@ -105,12 +179,13 @@ def _check_shapes(
 ) -> None:
     where = str(folder / TENSOR_FILE)
     if isinstance(method, LoraConfig):
-        shapes = module_shapes(config) if config is not None else _own_shapes(tensors, where)
+        shapes = parameter_shapes(config) if config is not None else own_shapes(tensors, method, where)
+        tied = is_tied(config) if config is not None else not any(name.startswith(_HEAD_ROWS) for name in tensors)
         try:
-            sites = method.resolve(shapes)
+            expected = method.expected_tensors(shapes, tied=tied)
         except InputError as error:
             raise AdapterError(f"{folder / CONFIG_FILE}: {error}", field=error.field) from error
-        check_tensors(tensors, expected_tensors(method, sites), where)
+        check_tensors(tensors, expected, where)
         return
     if isinstance(method, BottleneckConfig):
         layers, hidden = _shape_of_base(config) if config is not None else _own_bottleneck(tensors)
@@ -120,7 +195,7 @@ def _check_shapes(
             raise AdapterError(f"{folder / CONFIG_FILE}: {error}", field=error.field) from error
         check_tensors(tensors, expected, where)
         return
-    width = int(tensors[PROMPT_KEY].shape[-1]) if PROMPT_KEY in tensors else 0
+    width = next((tensor.shape[-1] for tensor in tensors.values() if tensor.dim()), 0)
     if config is not None:
         layers, width = _shape_of_base(config)
         if isinstance(method, PrefixTuningConfig | PTuningV2Config):
@@ -137,22 +212,6 @@ def _own_bottleneck(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
     layers = [int(name.removeprefix(BOTTLENECK_PREFIX).split(".")[0]) for name in tensors if _LAYER_KEY.match(name)]
     hidden = next((tensor.shape[1] for name, tensor in tensors.items() if name.endswith("down.weight")), 0)
     return max(layers, default=-1) + 1, hidden
-
-
-def _own_shapes(tensors: Mapping[str, Tensor], where: str) -> dict[str, tuple[int, int]]:
-    """(out, in) of the layers that a LoRA's own tensors speak of."""
-    sides: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        if name.endswith(".lora_magnitude_vector"):
-            continue
-        path, _, side = name.removesuffix(".weight").rpartition(".lora_")
-        if not path.startswith(PREFIX) or side not in ("A", "B") or tensor.dim() != 2:
-            raise AdapterError(f"{where}: {name} isn't a LoRA tensor of a linear layer")
-        sides.setdefault(path.removeprefix(PREFIX), {})[side] = tensor
-    for path, pair in sides.items():
-        if set(pair) != {"A", "B"}:
-            raise AdapterError(f"{where}: {path} has only lora_{next(iter(pair))}")
-    return {path: (pair["B"].shape[0], pair["A"].shape[1]) for path, pair in sides.items()}
 
 
 def _check_base(folder: Path, record: Mapping[str, Any], base: BaseInfo, strict_base: bool) -> None:

@@ -4,7 +4,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from peftkit.artifact.adapters_library import LIBRARY_TENSOR_FILE, to_adapters_library
 from peftkit.artifact.files import CONFIG_FILE, RECORD_FILE, TENSOR_FILE
-from peftkit.artifact.identity import uid_of
+from peftkit.artifact.identity import uid_of, uid_of_parts
 from peftkit.artifact.peft_format import from_peft, to_peft
-from peftkit.artifact.reader import Artifact, base_of
+from peftkit.artifact.reader import Artifact, Part, base_of
 from peftkit.errors import RunError
 from peftkit.methods import AnyConfig
 
@@ -23,26 +23,51 @@ from peftkit.methods import AnyConfig
 def write_adapter(
     path: str | Path, config: AnyConfig, tensors: Mapping[str, Tensor], record: Mapping[str, Any] | None = None
 ) -> Artifact:
+    """`write_parts` for one method with its tensors by PEFT key."""
+    return write_parts(path, [(config, tensors)], record)
+
+
+def write_parts(
+    path: str | Path,
+    parts: Sequence[tuple[AnyConfig, Mapping[str, Tensor]]],
+    record: Mapping[str, Any] | None = None,
+) -> Artifact:
     """Writes an HF PEFT folder with `peftkit.json` beside it and returns what a reader would find there.
 
-    `tensors` are by PEFT key; `record` is what is known of the adapter's making (base, recipe, metrics, …) as JSON
-    values. In a folder that exists only the adapter's own files are replaced. When there is no room (RunError), what
-    was there before is still there, whole.
+    Of several parts each is such a folder inside, called by its kind. `record` is what is known of the adapter's making
+    (base, recipe, metrics, …) as JSON values. In a folder that exists only the adapter's own files are replaced. When
+    there is no room (RunError), what was there before is still there, whole.
     """
     folder = Path(path)
+    record = {**(record or {}), "format": 1}
+    files: dict[str, bytes] = {}
+    settled: list[Part] = []
+    for config, tensors in parts:
+        own = f"{config.kind}/" if len(parts) > 1 else ""
+        part, peft_config = _settled(config, tensors, record, str(folder / own / CONFIG_FILE))
+        settled.append(part)
+        files[own + TENSOR_FILE] = safetensors.torch.save(part.tensors, metadata={"format": "pt"})
+        if own:
+            files[own + RECORD_FILE] = _json({**record, "uid": uid_of(part.config, part.tensors)})
+        files[own + CONFIG_FILE] = _json(peft_config)
+    record["uid"] = uid_of_parts([(part.config, part.tensors) for part in settled])
+    if len(parts) > 1:
+        record["parts"] = [part.config.kind for part in settled]
+    marker = RECORD_FILE if len(parts) > 1 else CONFIG_FILE
+    ordered = {RECORD_FILE: _json(record), **files}
+    ordered[marker] = ordered.pop(marker)  # the last file makes the folder valid
+    write_files(folder, ordered)
+    return Artifact(folder, tuple(settled), record["uid"], record)
+
+
+def _settled(
+    config: AnyConfig, tensors: Mapping[str, Tensor], record: Mapping[str, Any], where: str
+) -> tuple[Part, dict[str, Any]]:
+    """A part as it will be read back, with what was left open ("all-linear", the start of a prompt) now settled, and
+    its config's fields in HF PEFT's names."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    peft_config = to_peft(config, base_of(record or {}), tensors)
-    # as it will be read back: what was left open ("all-linear", the start of a prompt) is now settled
-    config = from_peft(peft_config, str(folder / CONFIG_FILE))
-    uid = uid_of(config, tensors)
-    full_record = {**(record or {}), "format": 1, "uid": uid}
-    files = {
-        TENSOR_FILE: safetensors.torch.save(tensors, metadata={"format": "pt"}),
-        RECORD_FILE: _json(full_record),
-        CONFIG_FILE: _json(peft_config),
-    }
-    write_files(folder, files)
-    return Artifact(path=folder, config=config, tensors=tensors, uid=uid, record=full_record)
+    peft_config = to_peft(config, base_of(record), tensors)
+    return Part(from_peft(peft_config, where), tensors), peft_config
 
 
 def write_adapters_library(
@@ -65,7 +90,8 @@ def write_adapters_library(
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Puts files into a folder: all are written and synced under temporary names before the first is renamed.
+    """Puts files, by name or by folder/name, into a folder: all are written and synced under temporary names before the
+    first is renamed.
 
     The last file is the one whose presence makes the folder valid: it is taken away first and put back last. Raises
     RunError when there is no room, and leaves the folder as it was.
@@ -75,6 +101,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     try:
         staging.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
+            (staging / name).parent.mkdir(exist_ok=True)
             with open(staging / name, "wb") as file:
                 file.write(content)
                 file.flush()
@@ -85,6 +112,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
         *others, marker = files
         (folder / marker).unlink(missing_ok=True)
         for name in (*others, marker):
+            (folder / name).parent.mkdir(exist_ok=True)
             os.replace(staging / name, folder / name)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -3,7 +3,16 @@
 from peftkit.base.cache import cache_dir
 from peftkit.base.fingerprint import Fingerprint, config_hash
 from peftkit.base.folder import ARCHITECTURES
-from peftkit.base.load import Quant, auto_device, auto_dtype, check_nf4, load_base, load_tokenizer, module_shapes
+from peftkit.base.load import (
+    Quant,
+    auto_device,
+    auto_dtype,
+    check_nf4,
+    load_base,
+    load_tokenizer,
+    module_shapes,
+    parameter_shapes,
+)
 from peftkit.base.names import EMBEDDED, BaseInfo, Embedded, resolve_base
 
 __all__ = [
@@ -11,6 +20,7 @@ __all__ = [
     "load_base",
     "load_tokenizer",
     "module_shapes",
+    "parameter_shapes",
     "BaseInfo",
     "Fingerprint",
     "Embedded",

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -144,13 +143,18 @@ def module_shapes(config: PretrainedConfig) -> dict[str, tuple[int, int]]:
     (out_features, in_features) for a linear layer, (num_embeddings, embedding_dim) for an embedding. No weight is
     allocated.
     """
+    return {
+        name.removesuffix(".weight"): (shape[0], shape[1])
+        for name, shape in parameter_shapes(config).items()
+        if name.endswith(".weight") and len(shape) == 2
+    }
+
+
+def parameter_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Name → shape of every parameter of the model; a tied weight is there under each of its names."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    return {
-        path: (module.weight.shape[0], module.weight.shape[1])
-        for path, module in model.named_modules()
-        if isinstance(module, (nn.Linear, nn.Embedding))
-    }
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def _nf4(double_quant: bool, compute_dtype: torch.dtype) -> BitsAndBytesConfig:

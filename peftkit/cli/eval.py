@@ -50,7 +50,7 @@ def command(
     metrics = _metrics(metric or ["exact_match"])
     chosen = choose(adapter, base, quant)
     context = AutoConfig.from_pretrained(chosen.base.path).max_position_embeddings
-    num_virtual = getattr(chosen.artifact.config, "num_virtual_tokens", 0) if chosen.artifact else 0
+    num_virtual = chosen.artifact.num_virtual if chosen.artifact else 0
     examples = read_examples(data, chosen.tokenizer(), max_length=context - num_virtual, limit=limit)
     generated, scores = evaluate(chosen, examples, metrics)
     result = {

@@ -36,8 +36,8 @@ def command(
         "adapters": (export_adapters, "the adapters library, load_adapter(…, use_safetensors=True)"),
     }[format]
     exported = export(folder, out, base_name=name)
-    result = {"out": out, "format": format, "base_name": name, "uid": exported.uid, "kind": exported.config.kind}
-    output.emit(result, f"{exported.config.kind} adapter written to {out} for {reader}, on base {name}")
+    result = {"out": out, "format": format, "base_name": name, "uid": exported.uid, "kind": exported.kind}
+    output.emit(result, f"{exported.kind} adapter written to {out} for {reader}, on base {name}")
 
 
 def _found_here(base: str) -> str:

@@ -8,23 +8,37 @@ and for DoRA with magnitudes m (out,), by row,
 
     W' = cast(m / ‖dequantise(W) + s · B A‖ ∘ (dequantise(W) + s · B A))
 
-The product and the sum are float32 and there is one cast, at the end: a sum in bfloat16 would round small updates away.
+An embedding (tokens, width) is the transpose of the W that its LoRA sees. A LoRA's bias b turns the layer's into
+bias + s · b; whole modules and token rows stand in the place of the base's. The product and the sum are float32 and
+there is one cast, at the end: a sum in bfloat16 would round small updates away.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from peftkit.errors import InputError, RunError
+from peftkit.errors import RunError, UnsupportedError
 from peftkit.methods import LoraConfig
-from peftkit.methods.lora import PREFIX
+from peftkit.methods.frozen import dequantized
+from peftkit.methods.lora import EMBEDDING, HEAD, PREFIX
+from peftkit.methods.lora_layers import LoraEmbedding, LoraLinear, TokenRows
+from peftkit.methods.method import matrices
+
+
+class Change(Protocol):
+    """What an adapter does to one parameter."""
+
+    def applied(self, weight: Tensor) -> Tensor:
+        """The changed parameter, float32, of a dequantised one."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What an adapter adds to one weight, kept as its factors."""
+    """A low-rank update, kept as its factors."""
 
     lora_A: Tensor
     """(r, in)"""
@@ -33,56 +47,84 @@ class Update:
     scale: float
     magnitude: Tensor | None = None
     """DoRA's m (out,)."""
+    embedding: bool = False
 
     def applied(self, weight: Tensor) -> Tensor:
-        """The updated weight, float32 (out, in), of a dequantised one."""
         device = weight.device
         product = self.lora_B.to(device, torch.float32) @ self.lora_A.to(device, torch.float32)
-        updated = weight.float() + product * self.scale
-        if self.magnitude is None:
-            return updated
-        return updated * (self.magnitude.to(device, torch.float32) / updated.norm(dim=1))[:, None]
+        updated = (weight.T if self.embedding else weight).float() + product * self.scale
+        if self.magnitude is not None:
+            updated = updated * (self.magnitude.to(device, torch.float32) / updated.norm(dim=1))[:, None]
+        return updated.T if self.embedding else updated
 
 
-def lora_updates(
-    config: LoraConfig, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, int]]
-) -> dict[str, Update]:
-    """Module path → update, for a LoRA whose tensors were checked against modules of the given (out, in) shapes."""
-    return {
-        path: Update(
-            lora_A=tensors[f"{PREFIX}{path}.lora_A.weight"],
-            lora_B=tensors[f"{PREFIX}{path}.lora_B.weight"],
-            scale=site.scale,
-            magnitude=tensors.get(f"{PREFIX}{path}.lora_magnitude_vector"),
-        )
-        for path, site in config.resolve(shapes).items()
-    }
+@dataclass(frozen=True, slots=True)
+class Added:
+    """A bias (out,) that comes on top."""
+
+    bias: Tensor
+    scale: float
+
+    def applied(self, weight: Tensor) -> Tensor:
+        return weight.float() + self.bias.to(weight.device, torch.float32) * self.scale
 
 
-def dequantized(weight: Tensor) -> Tensor:
-    """A weight as its layer multiplies by it: NF4 dequantised exactly as bitsandbytes does, any other as it is.
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """Another parameter of the same shape, or with `ids` some of its rows."""
 
-    Raises InputError for NF4 weights that a forward pass has repacked for the CPU, which rounds their scales.
+    rows: Tensor
+    ids: tuple[int, ...] | None = None
+
+    def applied(self, weight: Tensor) -> Tensor:
+        rows = self.rows.to(weight.device, torch.float32)
+        if self.ids is None:
+            return rows
+        return weight.float().index_copy(0, torch.tensor(self.ids, device=weight.device), rows)
+
+
+def lora_changes(
+    config: LoraConfig, tensors: Mapping[str, Tensor], parameters: Mapping[str, tuple[int, ...]], *, tied: bool
+) -> dict[str, Change]:
+    """Name of a base's parameter → what a LoRA does to it.
+
+    `tensors`, by PEFT key, were checked against the base, whose `parameters` have these shapes. In a tied base the
+    output embedding goes by `lm_head.weight`. Raises UnsupportedError for a LoRA bias on a layer without a bias.
     """
-    state = getattr(weight, "quant_state", None)
-    if state is None:
-        return weight.detach()
-    if getattr(state, "packing_format_for_cpu", False):
-        raise InputError("the 4-bit weights were repacked by a forward pass on this CPU: load the base afresh to merge")
-    from bitsandbytes.functional import dequantize_4bit
+    shapes = matrices(parameters)
+    changes: dict[str, Change] = {}
+    for path, site in config.resolve(shapes).items():
+        layer, key = (LoraEmbedding if site.embedding else LoraLinear), f"{PREFIX}{path}"
+        changes[f"{path}.weight"] = Update(
+            lora_A=tensors[f"{key}.{layer.NAME_A}"],
+            lora_B=tensors[f"{key}.{layer.NAME_B}"],
+            scale=site.scale,
+            magnitude=tensors.get(f"{key}.lora_magnitude_vector"),
+            embedding=site.embedding,
+        )
+        if (bias := tensors.get(f"{key}.lora_B.bias")) is not None:
+            if f"{path}.bias" not in parameters:
+                raise UnsupportedError(f"lora_bias: {path} has no bias that its LoRA's could be merged into")
+            changes[f"{path}.bias"] = Added(bias, site.scale)
+    for path, names in config.saved(parameters).items():
+        changes |= {f"{path}.{name}": Replaced(tensors[f"{PREFIX}{path}.{name}"]) for name in names}
+    for path, ids in config.token_rows(shapes, tied=tied).items():
+        changes[f"{path}.weight"] = Replaced(tensors[f"{PREFIX}{path}.{TokenRows.KEY}"], tuple(ids))
+    head, embedding = f"{HEAD}.weight", changes.get(f"{EMBEDDING}.weight")
+    if tied and head not in changes and isinstance(embedding, Replaced) and embedding.ids is not None:
+        changes[head] = embedding
+    return changes
 
-    return dequantize_4bit(weight.data, state)
 
-
-def merged_weight(name: str, weight: Tensor, update: Update | None, dtype: torch.dtype) -> Tensor:
-    """A fresh `weight` with its update, if it has one, in `dtype`. `name` stands for it in errors.
+def merged_weight(name: str, weight: Tensor, change: Change | None, dtype: torch.dtype) -> Tensor:
+    """A fresh `weight` with what is done to it, if anything is, in `dtype`. `name` stands for it in errors.
 
     Raises RunError when a value doesn't fit into `dtype`.
     """
     full = dequantized(weight)
-    if update is not None:
-        full = update.applied(full)
-    merged = full.to(dtype, copy=True)
+    if change is not None:
+        full = change.applied(full)
+    merged = full.to(dtype, copy=True).contiguous()
     if dtype == torch.float16 and not torch.isfinite(merged).all():
         raise RunError(f"{name} has values too large for float16: choose bfloat16 or float32")
     return merged

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from peftkit.artifact import Artifact, read_adapter, write_adapters_library
+from peftkit.artifact import Artifact, put_on, read_adapter, write_adapters_library
 from peftkit.artifact.files import CONFIG_FILE, TENSOR_FILE
 from peftkit.base import BaseInfo, auto_device, auto_dtype, load_base, resolve_base
 from peftkit.base.folder import stored_tensors
 from peftkit.errors import RunError, UnsupportedError
 from peftkit.merge.equivalence import Equivalence, compare, logits_of, probe_texts, relative_limit
 from peftkit.merge.folder import check_room, check_target, folder_bytes, new_folder
-from peftkit.merge.model import merge_artifact, mergeable
-from peftkit.methods import BottleneckConfig, attach, attached
+from peftkit.merge.model import changes_of, merge_artifact, mergeable
+from peftkit.methods import BottleneckConfig
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,10 @@ def merge_to_folder(
     check_room(out, num_weights * target.itemsize)
     model, tokenizer = _load(info, mode, artifact)
     with new_folder(out) as staging:
-        merge_artifact(model, artifact, target).save_pretrained(staging)
+        merged = merge_artifact(model, artifact, target)
+        num_merged = len(changes_of(artifact, model))
+        merged.save_pretrained(staging)
+        del merged
         tokenizer.save_pretrained(staging)
         equivalence = None
         if verify:
@@ -99,7 +102,7 @@ def merge_to_folder(
             adapter=artifact.path,
             adapter_uid=artifact.uid,
             base=info.name,
-            num_merged=sum(name.endswith(".lora_A.weight") for name in artifact.tensors),
+            num_merged=num_merged,
             num_bytes=folder_bytes(staging),
             equivalence=equivalence,
         )
@@ -206,8 +209,7 @@ def _adapted_logits(
     model: PreTrainedModel, artifact: Artifact, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
 ) -> list[Tensor]:
     """Logits of the base with the adapter, unmerged; the adapter stays attached."""
-    attach(model, artifact.config)
-    attached(model)[0].load(artifact.tensors)
+    put_on(model, artifact)
     return logits_of(model, tokenizer, texts)
 
 

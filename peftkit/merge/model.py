@@ -10,11 +10,13 @@ from transformers import PreTrainedModel
 from peftkit.artifact import Artifact, read_adapter
 from peftkit.base import auto_dtype
 from peftkit.errors import InputError, UnsupportedError
-from peftkit.merge.delta import lora_updates, merged_weight
+from peftkit.merge.delta import Change, lora_changes, merged_weight
 from peftkit.methods import BottleneckConfig, LoraConfig, attached
-from peftkit.methods.method import linear_shapes
+from peftkit.methods.lora import EMBEDDING, HEAD, is_tied
+from peftkit.methods.method import base_shapes
 
 _WRAPPED = ".base_layer."
+_EMBEDDING, _HEAD = f"{EMBEDDING}.weight", f"{HEAD}.weight"
 
 
 def merge(
@@ -38,28 +40,39 @@ def merge(
 def merge_artifact(model: PreTrainedModel, artifact: Artifact, dtype: str | torch.dtype) -> PreTrainedModel:
     """`merge` for an adapter that was read and checked against this base already."""
     target = model.dtype if dtype == "auto" else auto_dtype(dtype, model.device)
-    updates = lora_updates(mergeable(artifact), artifact.tensors, linear_shapes(model))
-    tensors = {}
-    num_merged = 0
+    changes, tied = changes_of(artifact, model), is_tied(model.config)
+    parameters = _base_parameters(model)
+    if tied:
+        parameters[_HEAD] = parameters[_EMBEDDING]
+    assert set(changes) <= set(parameters), "every change has its weight"
     with torch.no_grad():
-        for name, parameter in _base_parameters(model).items():
-            update = updates.get(name.removesuffix(".weight"))
-            num_merged += update is not None
-            tensors[name] = merged_weight(name, parameter, update, target)
-    assert num_merged == len(updates), "every update has its weight"
-    return _plain(model, tensors, target)
+        tensors = {
+            name: merged_weight(name, parameter, changes.get(name), target) for name, parameter in parameters.items()
+        }
+    tied = tied and torch.equal(tensors[_HEAD], tensors[_EMBEDDING])
+    if tied:
+        del tensors[_HEAD]
+    return _plain(model, tensors, target, tied=tied)
+
+
+def changes_of(artifact: Artifact, model: PreTrainedModel) -> dict[str, Change]:
+    """Name of each parameter of its base that an adapter changes → how."""
+    return lora_changes(mergeable(artifact), artifact.tensors, base_shapes(model), tied=is_tied(model.config))
 
 
 def mergeable(artifact: Artifact) -> LoraConfig:
     """The config of an adapter that can be merged. Raises UnsupportedError that says what to do with another."""
-    if isinstance(artifact.config, LoraConfig):
-        return artifact.config
-    is_bottleneck = isinstance(artifact.config, BottleneckConfig)
-    reason = "its layers are not linear" if is_bottleneck else "its virtual tokens stand before the text"
-    raise UnsupportedError(
-        f"{artifact.path}: a {artifact.config.kind} adapter can't be merged into weights, for {reason}; serve it "
-        f"unmerged: peftkit serve --base BASE --adapter NAME={artifact.path}"
-    )
+    for part in artifact.parts:
+        if not isinstance(part.config, LoraConfig):
+            is_bottleneck = isinstance(part.config, BottleneckConfig)
+            reason = "its layers are not linear" if is_bottleneck else "its virtual tokens stand before the text"
+            raise UnsupportedError(
+                f"{artifact.path}: a {part.config.kind} adapter can't be merged into weights, for {reason}; serve it "
+                f"unmerged: peftkit serve --base BASE --adapter NAME={artifact.path}"
+            )
+    config = artifact.config
+    assert isinstance(config, LoraConfig)
+    return config
 
 
 def _base_parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
@@ -72,9 +85,12 @@ def _base_parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
     }
 
 
-def _plain(model: PreTrainedModel, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> PreTrainedModel:
+def _plain(
+    model: PreTrainedModel, tensors: dict[str, torch.Tensor], dtype: torch.dtype, *, tied: bool
+) -> PreTrainedModel:
     """A model of the same class and settings over `tensors`, without quantisation."""
     config = copy.deepcopy(model.config)
+    config.tie_word_embeddings = tied
     config.__dict__.pop("quantization_config", None)
     device_map = {"": model.device}
     plain = type(model).from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, device_map=device_map)

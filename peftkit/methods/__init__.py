@@ -1,6 +1,7 @@
 """The methods: each file states its mathematics, its config and its module. `attach` puts one on a frozen model."""
 
-from typing import Annotated, cast
+from collections.abc import Sequence
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -9,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from peftkit.errors import InputError
 from peftkit.methods.bottleneck import BottleneckAdapter, BottleneckConfig
 from peftkit.methods.lora import Lora, LoraConfig, LoraSite
-from peftkit.methods.method import Method
+from peftkit.methods.method import Method, attached
 from peftkit.methods.prefix import Prefix, PrefixTuningConfig, PTuningV2Config
 from peftkit.methods.prompt import PromptTuning, PromptTuningConfig
 from peftkit.methods.ptuning import PTuning, PTuningConfig
@@ -18,6 +19,7 @@ __all__ = [
     "attach",
     "attached",
     "detach",
+    "check_together",
     "AnyConfig",
     "BottleneckAdapter",
     "BottleneckConfig",
@@ -33,11 +35,17 @@ __all__ = [
     "PTuning",
     "PTuningConfig",
     "PTuningV2Config",
+    "KINDS",
+    "VIRTUAL_TOKENS",
 ]
 
 AnyConfig = LoraConfig | BottleneckConfig | PrefixTuningConfig | PTuningV2Config | PTuningConfig | PromptTuningConfig
 MethodConfig = Annotated[AnyConfig, Field(discriminator="kind")]
 """A method's settings as a recipe has them, told apart by `kind`."""
+
+KINDS = ("lora", "bottleneck", "prefix", "ptuning_v2", "ptuning", "prompt")
+VIRTUAL_TOKENS = frozenset(KINDS[2:])
+"""Kinds that put virtual tokens before the text."""
 
 
 def attach(
@@ -46,26 +54,23 @@ def attach(
     """Puts an adapter on `model` in place and returns it; afterwards only adapter weights require grad.
 
     The starting weights depend on `config` and `seed` alone, whatever the device. `tokenizer` is needed for
-    `init: text`. A method with virtual tokens can stand beside one without. Raises InputError when the config doesn't
+    `init: text`. A method with virtual tokens can stand beside one without; each is frozen or trained by its own
+    parameters' `requires_grad`, and what stood there before keeps its own. Raises InputError when the config doesn't
     fit the model or what is attached already.
     """
+    trained = {id(one) for other in attached(model) for one in other.parameters().values() if one.requires_grad}
     method = _build(model, config, tokenizer, torch.Generator().manual_seed(seed))
-    methods = [*attached(model), method]
-    setattr(model, "peftkit_methods", methods)  # noqa: B010 - transformers' models declare no such attribute
-    model.requires_grad_(False)
-    for attached_method in methods:
-        for parameter in attached_method.parameters().values():
-            parameter.requires_grad_(True)
+    trained |= {id(parameter) for parameter in method.parameters().values()}
+    setattr(model, "peftkit_methods", [*attached(model), method])  # noqa: B010 - models declare no such attribute
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in trained)
     return model
 
 
 def _build(
     model: PreTrainedModel, config: AnyConfig, tokenizer: PreTrainedTokenizerBase | None, generator: torch.Generator
 ) -> Method:
-    shifts = isinstance(config, PrefixTuningConfig | PTuningV2Config | PTuningConfig | PromptTuningConfig)
-    for other in attached(model):
-        if other.config.kind == config.kind or (shifts and other.shifts_positions):
-            raise InputError(f"a {other.config.kind} adapter is attached already: detach it first", field="kind")
+    check_together([*(method.config.kind for method in attached(model)), config.kind])
     match config:
         case LoraConfig():
             return Lora(model, config, generator=generator)
@@ -79,9 +84,14 @@ def _build(
             return Prefix(model, config, tokenizer=tokenizer, generator=generator)
 
 
-def attached(model: PreTrainedModel) -> list[Method]:
-    """The adapters on `model`, in the order in which they were attached."""
-    return list(cast(list[Method], getattr(model, "peftkit_methods", [])))
+def check_together(kinds: Sequence[str]) -> None:
+    """Raises InputError unless methods of these kinds can stand together: one of a kind, one with virtual tokens."""
+    for place, kind in enumerate(kinds):
+        for other in kinds[:place]:
+            if other == kind or {other, kind} <= VIRTUAL_TOKENS:
+                raise InputError(
+                    f"a {other} adapter is there already, and a {kind} adapter can't stand beside it", field="kind"
+                )
 
 
 def detach(model: PreTrainedModel) -> PreTrainedModel:

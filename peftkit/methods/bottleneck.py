@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from peftkit.errors import InputError
-from peftkit.methods.method import Method, MethodSettings, exported, seeded
+from peftkit.methods.method import MAX_STRENGTH, Method, MethodSettings, exported, seeded
 
 PREFIX = "base_model.model.model.layers."
 Variant = Literal["houlsby", "pfeiffer", "parallel"]
@@ -49,7 +49,7 @@ class BottleneckConfig(MethodSettings):
     """Width of the bottleneck, in the place of reduction_factor."""
     non_linearity: NonLinearity | None = None
     """Null is swish for houlsby, relu for the others."""
-    scaling: float | None = None
+    scaling: float | None = Field(default=None, ge=-MAX_STRENGTH, le=MAX_STRENGTH)
     """Factor on the adapter's output; null is 1, for parallel 4."""
     ln_before: bool = False
     """A trained layer norm on the adapter's input."""

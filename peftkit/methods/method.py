@@ -1,17 +1,22 @@
 """What every method offers once it is attached to a model, and how names are matched to modules."""
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
+import regex
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from peftkit.errors import AdapterError, InputError, did_you_mean
+
+MAX_STRENGTH = 1e6
+"""Most that an update may be scaled by: far above any use, far below what overflows."""
+
+_MATCH_SECONDS = 0.25
 
 
 class MethodSettings(BaseModel):
@@ -52,13 +57,25 @@ class Method(ABC):
     """
 
     kind: ClassVar[str]
-    shifts_positions: ClassVar[bool] = False
-    """Whether the text starts after virtual tokens: a model takes one such method at a time."""
     config: Any
 
     @abstractmethod
     def parameters(self) -> dict[str, nn.Parameter]:
         """Trainable parameters by stable name."""
+
+    @property
+    def exported_config(self) -> Any:
+        """The config that goes with what `export` gives."""
+        return self.config
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any of its parameters is trained."""
+        return any(parameter.requires_grad for parameter in self.parameters().values())
+
+    def lr_factors(self) -> dict[str, float]:
+        """Parameter name → factor on the learning rate, where it isn't 1."""
+        return {}
 
     @abstractmethod
     def export(self) -> dict[str, Tensor]:
@@ -107,12 +124,34 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
 
 
-def linear_shapes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
-    """Module path → (out_features, in_features) of every linear layer of a model, adapters left out."""
+def attached(model: nn.Module) -> list["Method"]:
+    """The adapters on `model`, in the order in which they were attached."""
+    return list(cast(list[Method], getattr(model, "peftkit_methods", [])))
+
+
+def base_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Name → shape of the parameters of a model's base, as they are without quantisation and adapters.
+
+    A tied weight is there under each of its names.
+    """
+    ours = {id(parameter) for method in attached(model) for parameter in method.parameters().values()}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in ours:
+                shape = tuple(parameter.shape)
+                if isinstance(module, nn.Linear) and name == "weight":
+                    shape = (module.out_features, module.in_features)
+                shapes[f"{path}.{name}".replace(".base_layer.", ".")] = shape
+    return shapes
+
+
+def matrices(parameters: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+    """Path of each linear layer and embedding → shape of its weight, from the parameters of a model."""
     return {
-        name.removesuffix(".base_layer"): (module.out_features, module.in_features)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
+        name.removesuffix(".weight"): (shape[0], shape[1])
+        for name, shape in parameters.items()
+        if name.endswith(".weight") and len(shape) == 2
     }
 
 
@@ -138,18 +177,30 @@ def match_names(names: Iterable[str], paths: Iterable[str], field: str) -> set[s
 
 def match_regex(pattern: str, paths: Iterable[str], field: str) -> set[str]:
     """Paths that a regular expression matches whole, as HF PEFT reads a string; InputError when there is none."""
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        raise InputError(f"{field}: '{pattern}' is not a regular expression: {error}", field=field) from error
     paths = list(paths)
-    found = {path for path in paths if compiled.fullmatch(path)}
+    found = {path for path in paths if fullmatch(pattern, path, field)}
     if not found:
         known = {path.rsplit(".", 1)[-1] for path in paths}
         raise InputError(
             f"{field}: '{pattern}' matches no module of this model{did_you_mean(pattern, known)}", field=field
         )
     return found
+
+
+def fullmatch(pattern: str, path: str, field: str) -> bool:
+    """Whether a regular expression matches a path whole.
+
+    Raises InputError for one that isn't a regular expression, or that takes longer than a path can be worth: those of
+    a stranger's adapter may go through exponentially many ways.
+    """
+    try:
+        return regex.fullmatch(pattern, path, timeout=_MATCH_SECONDS, concurrent=True) is not None
+    except regex.error as error:
+        raise InputError(f"{field}: '{pattern}' is not a regular expression: {error}", field=field) from error
+    except TimeoutError as error:
+        raise InputError(
+            f"{field}: '{pattern}' takes too long to match {path}: write it simpler", field=field
+        ) from error
 
 
 def replace_module(model: nn.Module, path: str, module: nn.Module) -> None:

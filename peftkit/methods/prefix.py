@@ -105,7 +105,6 @@ class Prefix(Method):
     """Prefix tuning or P-tuning v2 attached to a model."""
 
     kind: ClassVar[str] = "prefix"
-    shifts_positions: ClassVar[bool] = True
 
     def __init__(
         self,

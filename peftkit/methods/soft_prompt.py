@@ -9,7 +9,7 @@ positions alone. Positions come from the attention mask: [virtual][padding][text
 batch what it gives alone. P is float32 and is cast to the embeddings' dtype.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,6 @@ class SoftPrompt(Method):
     `encoder` holds the trainable parameters; it becomes the model's submodule `virtual_tokens`, so that the model's own
     `parameters()` and `to()` reach it.
     """
-
-    shifts_positions: ClassVar[bool] = True
 
     def __init__(self, model: PreTrainedModel, num_virtual_tokens: int, encoder: nn.Module) -> None:
         embedding = model.get_input_embeddings()

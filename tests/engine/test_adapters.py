@@ -29,8 +29,8 @@ def test_an_added_adapter_is_ready_and_described(
     engine = make_engine()
     lora = engine.adapters.add("a", lora_folder(seed, r=4, rank_pattern={"q_proj": 9}))
     prompt = engine.adapters.add("p", prompt_folder(seed, 20))
-    assert (lora.state, lora.config.kind, lora.rank, lora.num_virtual) == ("ready", "lora", 9, 0)
-    assert (prompt.state, prompt.config.kind, prompt.rank, prompt.num_virtual) == ("ready", "prompt", 0, 20)
+    assert (lora.state, lora.kind, lora.rank, lora.num_virtual) == ("ready", "lora", 9, 0)
+    assert (prompt.state, prompt.kind, prompt.rank, prompt.num_virtual) == ("ready", "prompt", 0, 20)
     assert lora.record["uid"] == lora.uid == engine.adapters.uid("a")
     assert not lora.resident and lora.nbytes > 0 and prompt.nbytes == 20 * 32 * 4
     answer(engine, "a")

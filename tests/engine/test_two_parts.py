@@ -1,7 +1,7 @@
 """Adapters with weights and virtual tokens both: one slot and one prefix that come, serve and go together."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,9 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from peftkit.artifact import load_adapter
+from peftkit.artifact import load_adapter, read_adapter, write_parts
 from peftkit_serve import Engine, Request, RequestOutput, SamplingParams
-from peftkit_serve.adapters.loader import AdapterLoader, LoadedAdapter
 
 Record = Callable[[Engine], dict[tuple[str, int], torch.Tensor]]
 EveryKind = Callable[..., dict[str, Path]]
@@ -25,25 +24,12 @@ PAIRS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def parts_in_folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The folder `a+b` is loaded as an adapter that has the weights of folder `a` and the virtual tokens of `b`."""
-    load = AdapterLoader._load
-
-    def load_both(self: AdapterLoader, path: Path) -> LoadedAdapter:
-        if "+" not in path.name:
-            return load(self, path)
-        weights, virtual = (load(self, path.parent / name) for name in path.name.split("+"))
-        parts = {"embeddings_VH": virtual.embeddings_VH, "kv_VL2KD": virtual.kv_VL2KD}
-        return replace(weights, uid=weights.uid[:32] + virtual.uid[:32], **parts)
-
-    monkeypatch.setattr(AdapterLoader, "_load", load_both)
-    yield
-
-
 def add_pairs(engine: Engine, folders: dict[str, Path]) -> list[str]:
+    base = {"layers": engine.spec.num_layers, "kv_heads": engine.spec.num_kv_heads}
     for weights, virtual in PAIRS:
-        path = folders[weights].parent / f"{folders[weights].name}+{folders[virtual].name}"
+        parts = [read_adapter(folders[name]).parts[0] for name in (weights, virtual)]
+        path = folders[weights].parent / f"{weights}+{virtual}"
+        write_parts(path, [(part.config, part.tensors) for part in parts], {"base": base})
         engine.adapters.add(f"{weights}.{virtual}", path)
     return engine.adapters.names()
 

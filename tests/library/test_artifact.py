@@ -11,9 +11,19 @@ import safetensors.torch
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from peftkit.artifact import Artifact, load_adapter, read_adapter, save_adapter, write_adapter
+from peftkit.artifact import Artifact, load_adapter, read_adapter, save_adapter, write_adapter, write_parts
 from peftkit.errors import AdapterError, InputError, RunError, UnsupportedError
-from peftkit.methods import LoraConfig, PromptTuningConfig, attach, attached, detach
+from peftkit.methods import (
+    AnyConfig,
+    BottleneckConfig,
+    LoraConfig,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    PTuningV2Config,
+    attach,
+    attached,
+    detach,
+)
 
 CONFIG = LoraConfig(r=2, alpha=4, targets=["q_proj", "v_proj"])
 
@@ -100,6 +110,14 @@ def test_uid_follows_content_and_not_names_order_or_dropout(saved: Artifact, tmp
         ({"target_modules": ["q_proj", "v_proj", "k_proj"]}, "missing.*k_proj"),
         ({"rank_pattern": {"v_proj": 4}}, "v_proj.lora_A.weight has shape"),
         ({"rank_pattern": {"down_proj": 4}}, "rank_pattern: 'down_proj'"),
+        ({"lora_alpha": 1e308}, "alpha: .*less than or equal to"),
+        ({"target_modules": "(.*)*(.*)*(.*)*(.*)*(.*)*(.*)*x"}, "target_modules|targets: .*(takes too long|no module)"),
+        ({"lora_bias": True}, "missing.*lora_B.bias"),
+        ({"modules_to_save": ["lm_head"]}, "missing.*lm_head.weight"),
+        ({"modules_to_save": ["head"]}, "missing.*lm_head.weight"),
+        ({"modules_to_save": ["heed"]}, "modules_to_save: 'heed' names no module"),
+        ({"trainable_token_indices": [1]}, "missing.*embed_tokens.token_adapter"),
+        ({"trainable_token_indices": [1000]}, "there is no token 1000"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(
@@ -115,9 +133,6 @@ def test_a_config_that_does_not_fit_is_refused(
     [
         {"use_dora": True, "use_rslora": True},
         {"bias": "lora_only"},
-        {"lora_bias": True},
-        {"modules_to_save": ["lm_head"]},
-        {"trainable_token_indices": [1]},
         {"init_lora_weights": "pissa"},
         {"layer_replication": [[0, 2]]},
         {"a_field_of_tomorrow": 3},
@@ -237,12 +252,115 @@ def test_writing_over_an_adapter_keeps_the_folders_other_files(saved: Artifact) 
     assert (saved.path / "metrics.jsonl").read_text() == "{}"
 
 
-def test_saving_needs_exactly_one_adapter(model: PreTrainedModel, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="0 adapters"):
+def test_saving_needs_an_adapter(model: PreTrainedModel, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no adapter attached"):
         save_adapter(model, tmp_path / "a")
-    attach(attach(model, CONFIG), PromptTuningConfig())
-    with pytest.raises(InputError, match="2 adapters"):
-        save_adapter(model, tmp_path / "a")
+
+
+PAIRS = [
+    (CONFIG, PromptTuningConfig(num_virtual_tokens=3)),
+    (PTuningV2Config(num_virtual_tokens=4), CONFIG),
+    (BottleneckConfig(bottleneck_size=3), PrefixTuningConfig(num_virtual_tokens=2)),
+    (CONFIG, BottleneckConfig(bottleneck_size=3, variant="parallel")),
+]
+
+
+def save_pair(model: PreTrainedModel, pair: tuple[AnyConfig, AnyConfig], path: Path) -> Artifact:
+    for config in pair:
+        attach(model, config)
+    for method in attached(model):
+        for parameter in method.parameters().values():
+            torch.nn.init.normal_(parameter, std=0.3)
+    return save_adapter(model, path)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "+".join(config.kind for config in pair))
+def test_two_methods_are_saved_together_and_come_back(
+    model: PreTrainedModel, tmp_path: Path, pair: tuple[AnyConfig, AnyConfig]
+) -> None:
+    saved = save_pair(model, pair, tmp_path / "a")
+    ids = torch.randint(1, 97, (2, 9))
+    wanted = model(input_ids=ids).logits
+    detach(model)
+    again = read_adapter(tmp_path / "a", config=model.config)
+    assert again.uid == saved.uid and again.kind == saved.kind == "+".join(config.kind for config in pair)
+    assert [part.config for part in again.parts] == [part.config for part in saved.parts]
+    load_adapter(model, tmp_path / "a")
+    assert torch.equal(model(input_ids=ids).logits, wanted)
+    assert not any(method.trainable for method in attached(model))
+
+
+def test_each_of_two_methods_is_an_adapter_of_its_own(model: PreTrainedModel, tmp_path: Path) -> None:
+    saved = save_pair(model, PAIRS[0], tmp_path / "a")
+    for part in saved.parts:
+        alone = read_adapter(tmp_path / "a" / part.config.kind, config=model.config)
+        assert alone.config == part.config and alone.uid != saved.uid
+    with pytest.raises(UnsupportedError, match=r"two methods together.*a/lora"):
+        saved.tensors  # noqa: B018 - a property
+
+
+def test_the_identity_of_two_methods_is_over_both_and_not_over_their_order(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
+    saved = save_pair(model, PAIRS[0], tmp_path / "a")
+    parts = [(part.config, part.tensors) for part in saved.parts]
+    assert write_parts(tmp_path / "b", parts[::-1]).uid == saved.uid
+    config, tensors = parts[1]
+    changed = write_parts(tmp_path / "c", [parts[0], (config, {name: one + 1 for name, one in tensors.items()})])
+    assert changed.uid != saved.uid
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (["lora", "lorra"], "parts must be a list of methods"),
+        (["lora", "../lora"], "parts must be a list of methods"),
+        ("lora", "parts must be a list of methods"),
+        ([], "parts must be a list of methods"),
+        (["prompt", "ptuning"], "can't stand beside"),
+        (["lora", "bottleneck"], "no adapter folder .*bottleneck"),
+        (["prompt", "lora"], "uid differs|$"),
+    ],
+)
+def test_a_record_with_other_parts_than_the_folders_is_refused(
+    model: PreTrainedModel, tmp_path: Path, parts: Any, message: str
+) -> None:
+    saved = save_pair(model, PAIRS[0], tmp_path / "a")
+    record = json.loads((saved.path / "peftkit.json").read_text())
+    (saved.path / "peftkit.json").write_text(json.dumps({**record, "parts": parts}))
+    if parts == ["prompt", "lora"]:
+        assert read_adapter(saved.path).uid == saved.uid
+        return
+    with pytest.raises(AdapterError, match=message):
+        read_adapter(saved.path)
+
+
+@pytest.mark.parametrize("base", ["a name", ["x"], {"fingerprint": "f00"}, {"fingerprint": [1]}])
+def test_a_record_whose_base_is_no_object_is_refused(saved: Artifact, base: Any) -> None:
+    record = json.loads((saved.path / "peftkit.json").read_text())
+    (saved.path / "peftkit.json").write_text(json.dumps({**record, "base": base}))
+    with pytest.raises(AdapterError, match=r"peftkit\.json: base(\.fingerprint)? must be an object"):
+        read_adapter(saved.path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int32, torch.complex64])
+def test_tensors_of_types_that_no_adapter_has_are_refused(saved: Artifact, dtype: torch.dtype) -> None:
+    tensors = {key: value.to(dtype) for key, value in saved.tensors.items()}
+    safetensors.torch.save_file(tensors, saved.path / "adapter_model.safetensors")
+    with pytest.raises(AdapterError, match="adapters hold float32, float16 or bfloat16 tensors"):
+        read_adapter(saved.path)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (3, 2, 2), (0, 4)])
+def test_virtual_tokens_of_another_shape_are_refused(
+    model: PreTrainedModel, tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    path = save_adapter(attach(model, PromptTuningConfig(num_virtual_tokens=3)), tmp_path / "a").path
+    (path / "peftkit.json").unlink()
+    safetensors.torch.save_file({"prompt_embeddings": torch.zeros(shape)}, path / "adapter_model.safetensors")
+    for config in (None, model.config):
+        with pytest.raises(AdapterError, match="prompt_embeddings has shape"):
+            read_adapter(path, config=config)
 
 
 @pytest.mark.parametrize("fields", [{"alpha_pattern": {"q_proj": float("nan")}}, {"lora_alpha": float("inf")}])

@@ -29,6 +29,16 @@ PLAIN = LoraConfig(r=4, alpha=8)
 RSLORA = LoraConfig(r=4, alpha=8, targets=["q_proj", "down_proj"], variant="rslora")
 PATTERNS = LoraConfig(r=4, alpha=8, rank_pattern={"k_proj": 2}, alpha_pattern={"layers.1.self_attn.v_proj": 3})
 CONFIGS = {"plain": PLAIN, "rslora": RSLORA, "patterns": PATTERNS}
+ENDS = {
+    "embedding": LoraConfig(r=4, alpha=8, targets=["embed_tokens", "v_proj"]),
+    "output": LoraConfig(r=4, alpha=8, targets=["lm_head", "o_proj"]),
+    "both-dora": LoraConfig(r=4, alpha=8, targets=["lm_head", "embed_tokens"], variant="dora"),
+    "saved-output": LoraConfig(r=4, alpha=8, modules_to_save=["lm_head", "norm"]),
+    "saved-embedding": LoraConfig(r=4, alpha=8, targets=["q_proj"], modules_to_save=["embed_tokens"]),
+    "tokens": LoraConfig(r=4, alpha=8, targets=["q_proj"], trainable_token_indices=[70, 9, 101]),
+    "tokens-apart": LoraConfig(r=4, alpha=8, trainable_token_indices={"embed_tokens": [70], "lm_head": [9, 101]}),
+}
+"""Adapters that change a tied base's ends, of which only the token rows of the input embedding leave them tied."""
 
 MakeAdapter = Callable[..., Path]
 
@@ -225,6 +235,52 @@ def test_nf4_weights_that_a_forward_pass_repacked_are_refused(base: Path, make_a
     model.get_submodule("model.layers.0.mlp.up_proj").weight.quant_state.packing_format_for_cpu = True
     with pytest.raises(InputError, match="load the base afresh"):
         peftkit.merge(model, [adapter])
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("name", ENDS)
+def test_adapters_at_the_models_ends_are_merged_saved_and_read_back(
+    name: str, tied: bool, base: Path, make_adapter: MakeAdapter, tmp_path: Path
+) -> None:
+    if not tied:
+        config = LlamaConfig.from_pretrained(base, initializer_range=0.02, tie_word_embeddings=False)
+        LlamaForCausalLM(config).save_pretrained(base)
+    adapter = make_adapter(ENDS[name])
+    model, _ = load_base(base)
+    ids = some_ids()
+    ids[0, :3] = torch.tensor([70, 9, 101])
+    merged = peftkit.merge(model, [adapter])
+    assert model.config.tie_word_embeddings is tied, "the base is as it was"
+    merged.save_pretrained(tmp_path / "merged")
+    read = LlamaForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    still_tied = tied and name == "tokens"
+    assert read.config.tie_word_embeddings is still_tied
+    assert (read.lm_head.weight is read.get_input_embeddings().weight) is still_tied
+    with torch.no_grad():
+        bare, found, reread = model(ids).logits, merged(ids).logits, read(ids).logits
+    assert torch.equal(found, reread)
+    wanted = logits_with(adapter, model, ids)
+    assert relative(bare, wanted) > 0.005, "an adapter that does something"
+    assert relative(found, wanted) < 1e-5
+
+
+def test_a_bias_is_merged_where_the_base_has_one_and_else_refused(
+    seed: int, base: Path, make_adapter: MakeAdapter
+) -> None:
+    adapter = make_adapter(LoraConfig(r=4, alpha=8, targets=["q_proj", "v_proj"], lora_bias=True))
+    model, _ = load_base(base)
+    with pytest.raises(UnsupportedError, match=r"lora_bias: .* has no bias"):
+        peftkit.merge(model, [adapter])
+    config = LlamaConfig.from_pretrained(base, attention_bias=True)
+    biased = LlamaForCausalLM(config).eval()
+    for path, parameter in biased.named_parameters():
+        if path.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    ids = some_ids()
+    merged = peftkit.merge(biased, [adapter])
+    with torch.no_grad():
+        found = merged(ids).logits
+    assert relative(found, logits_with(adapter, biased, ids)) < 1e-5
 
 
 def test_an_untied_model_stays_untied(seed: int, make_adapter: MakeAdapter) -> None:

@@ -1,6 +1,7 @@
 """HF PEFT beside us on the same tiny model: files both ways, logits, and gradients."""
 
 import json
+import re
 from pathlib import Path
 
 import peft
@@ -56,6 +57,49 @@ LORA_CASES = {
             "lora_alpha": 2,
             "target_modules": ["q_proj", "v_proj"],
             "exclude_modules": ["layers.0.self_attn.v_proj"],
+        },
+    ),
+    "both-embeddings": (
+        LoraConfig(r=3, alpha=6, targets=["embed_tokens", "lm_head", "v_proj"], rank_pattern={"embed_tokens": 2}),
+        {
+            "r": 3,
+            "lora_alpha": 6,
+            "target_modules": ["embed_tokens", "lm_head", "v_proj"],
+            "rank_pattern": {"embed_tokens": 2},
+        },
+    ),
+    "dora-output-embedding": (
+        LoraConfig(r=3, alpha=6, targets=["lm_head", "k_proj"], variant="dora"),
+        {"r": 3, "lora_alpha": 6, "target_modules": ["lm_head", "k_proj"], "use_dora": True},
+    ),
+    "bias": (
+        LoraConfig(r=3, alpha=6, targets=["q_proj", "lm_head"], lora_bias=True),
+        {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "lm_head"], "lora_bias": True},
+    ),
+    "saved-modules": (
+        LoraConfig(r=2, alpha=2, targets=["o_proj"], modules_to_save=["lm_head", "norm", "0.mlp.up_proj"]),
+        {
+            "r": 2,
+            "lora_alpha": 2,
+            "target_modules": ["o_proj"],
+            "modules_to_save": ["lm_head", "norm", "0.mlp.up_proj"],
+        },
+    ),
+    "saved-embedding": (
+        LoraConfig(r=2, alpha=2, targets=["lm_head"], modules_to_save=["embed_tokens"]),
+        {"r": 2, "lora_alpha": 2, "target_modules": ["lm_head"], "modules_to_save": ["embed_tokens"]},
+    ),
+    "tokens": (
+        LoraConfig(r=2, alpha=2, targets=["q_proj"], trainable_token_indices=[90, 3, 41]),
+        {"r": 2, "lora_alpha": 2, "target_modules": ["q_proj"], "trainable_token_indices": [90, 3, 41]},
+    ),
+    "tokens-apart": (
+        LoraConfig(r=2, alpha=2, targets=["q_proj"], trainable_token_indices={"embed_tokens": [90, 3], "lm_head": [7]}),
+        {
+            "r": 2,
+            "lora_alpha": 2,
+            "target_modules": ["q_proj"],
+            "trainable_token_indices": {"embed_tokens": [90, 3], "lm_head": [7]},
         },
     ),
 }
@@ -224,7 +268,7 @@ def test_gradients_of_lora_equal_pefts(tmp_path: Path, seed: int, case: str) -> 
     for loss in losses:
         loss.backward()
     reference = {
-        name.replace(".default", "").replace("magnitude_vector.weight", "magnitude_vector"): p.grad
+        re.sub(r"\.default|\.modules_to_save", "", name).replace("magnitude_vector.weight", "magnitude_vector"): p.grad
         for name, p in theirs.named_parameters()
         if p.requires_grad
     }

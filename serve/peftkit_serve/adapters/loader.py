@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from peftkit.artifact import Artifact, read_adapter
+from peftkit.artifact import Artifact, Part, read_adapter
 from peftkit.base import BaseInfo, module_shapes
 from peftkit.errors import AdapterError, UnsupportedError
 from peftkit.methods import (
@@ -40,7 +40,8 @@ class LoadedAdapter:
     """An adapter in host memory, known to fit the base."""
 
     uid: str
-    config: MethodConfig
+    configs: tuple[MethodConfig, ...]
+    """Of its one or two methods."""
     record: dict[str, Any]
     """What `peftkit.json` says of its making; empty for a folder that another program wrote."""
     weights: PackedAdapter | None = None
@@ -103,26 +104,37 @@ class AdapterLoader:
 
     @torch.inference_mode()
     def _pack(self, artifact: Artifact) -> LoadedAdapter:
-        config, tensors = artifact.config, artifact.tensors
         made: dict[str, Any] = {}
-        match config:
-            case LoraConfig():
-                sites = config.resolve(self._shapes)
-                made["weights"] = pack_lora(
-                    tensors, sites, self._spec, dtype=self._dtype, base_linear=self._base_linear
-                )
-            case BottleneckConfig():
-                made["weights"] = pack_bottleneck(tensors, config, self._spec, dtype=self._dtype)
-            case PromptTuningConfig() | PTuningConfig():
-                made["embeddings_VH"] = tensors[KEY]
-            case PrefixTuningConfig() | PTuningV2Config():
-                sizes = (self._spec.num_layers, 2, self._spec.num_kv_heads, self._spec.head_dim)
-                made["kv_VL2KD"] = tensors[KEY].unflatten(1, sizes)
-            case _:
-                raise UnsupportedError(f"{artifact.path}: adapters of kind {config.kind} can't be served")
-        loaded = LoadedAdapter(artifact.uid, config, artifact.record, **made)
+        for part in artifact.parts:
+            field, packed = self._pack_part(part)
+            if field in made:
+                raise UnsupportedError(f"{artifact.path}: {artifact.kind} can't be served together, each alone can")
+            made[field] = packed
+        configs = tuple(part.config for part in artifact.parts)
+        loaded = LoadedAdapter(artifact.uid, configs, artifact.record, **made)
         self._check_size(artifact.path, loaded)
         return loaded
+
+    def _pack_part(self, part: Part) -> tuple[str, PackedAdapter | Tensor]:
+        """The field of `LoadedAdapter` that a method fills, and what it puts there."""
+        tensors = part.tensors
+        match part.config:
+            case LoraConfig() as config:
+                return "weights", pack_lora(
+                    tensors,
+                    config.resolve(self._shapes),
+                    self._spec,
+                    dtype=self._dtype,
+                    base_linear=self._base_linear,
+                    token_ids=config.token_rows(self._shapes, tied=self._spec.tied_embeddings),
+                )
+            case BottleneckConfig() as config:
+                return "weights", pack_bottleneck(tensors, config, self._spec, dtype=self._dtype)
+            case PromptTuningConfig() | PTuningConfig():
+                return "embeddings_VH", tensors[KEY]
+            case PrefixTuningConfig() | PTuningV2Config():
+                sizes = (self._spec.num_layers, 2, self._spec.num_kv_heads, self._spec.head_dim)
+                return "kv_VL2KD", tensors[KEY].unflatten(1, sizes)
 
     def _check_size(self, path: Path, loaded: LoadedAdapter) -> None:
         if loaded.weights is not None and loaded.weights.nbytes > self._max_weight_bytes:

@@ -50,7 +50,7 @@ class LoraSpan(NamedTuple):
     rank: int = 0
     scale: float = 0.0
     offset_c: int = -1
-    """DoRA's scale less one (out), then what it adds (out); -1 where there is none."""
+    """DoRA's scale less one (out), then what it or a LoRA's bias adds (out); -1 where there is none."""
 
     def moved(self, start: int) -> "LoraSpan":
         """The same for a layer that begins at `start`."""
@@ -127,9 +127,10 @@ def pack_lora(
 ) -> PackedAdapter:
     """Lays a LoRA's tensors out as `AdapterMemory` holds them.
 
-    tensors: PEFT keys → lora_A (r, in), lora_B (out, r), for DoRA lora_magnitude_vector (out), and at the ends of the
-    decoder also whole matrices and token rows. sites: module path → rank and scale. base_linear: what DoRA's scales
-    m / ‖W + sBA‖ are computed from. dtype: that of the memory. token_ids: which tokens an end's token rows are for.
+    tensors: PEFT keys → lora_A (r, in), lora_B (out, r) and its bias (out), for DoRA lora_magnitude_vector (out), and
+    at the ends of the decoder also whole matrices and token rows. sites: module path → rank and scale. base_linear:
+    what DoRA's scales m / ‖W + sBA‖ are computed from. dtype: that of the memory. token_ids: which tokens an end's
+    token rows are for.
     Raises UnsupportedError that names a module which can't have a LoRA or a tensor which nothing is done with,
     AdapterError for a tensor that is missing or of the wrong shape.
     """
@@ -185,7 +186,7 @@ def pack_bottleneck(
 
 
 class _Update(NamedTuple):
-    """LoRA of one module: A (r, in), B transposed (r, out), and DoRA's two rows (2, out)."""
+    """LoRA of one module: A (r, in), B transposed (r, out), and what rescales and then shifts its output (2, out)."""
 
     a: Tensor
     b: Tensor
@@ -218,6 +219,9 @@ class _Tensors:
         key = f"{PREFIX}{path}"
         a = self.take(f"{key}.lora_A.weight", (site.r, in_features))
         b = self.take(f"{key}.lora_B.weight", (out_features, site.r))
+        if f"{key}.lora_B.bias" in self._tensors:
+            bias_O = self.take(f"{key}.lora_B.bias", (out_features,)).float() * site.scale
+            return _Update(a, b.T, site, torch.stack((torch.zeros_like(bias_O), bias_O)))
         if f"{key}.lora_magnitude_vector" not in self._tensors:
             return _Update(a, b.T, site)
         magnitude = self.take(f"{key}.lora_magnitude_vector", (out_features,))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from peftkit.errors import InputError, RunError, did_you_mean
-from peftkit.methods import LoraConfig, MethodConfig
+from peftkit.methods import LoraConfig
 from peftkit_serve.adapters.loader import AdapterLoader, LoadedAdapter
 from peftkit_serve.adapters.pool import AdapterPool
 
@@ -38,7 +38,8 @@ class AdapterEntry:
     uid: str
     state: AdapterState
     path: Path
-    config: MethodConfig
+    kind: str
+    """Its method, or both of them with a plus between."""
     record: dict[str, Any]
     """What `peftkit.json` says of its making."""
     rank: int
@@ -175,16 +176,15 @@ class AdapterStore:
         return ticket
 
     def _entry(self, ticket: Ticket, loaded: LoadedAdapter) -> AdapterEntry:
-        config = loaded.config
         return AdapterEntry(
             name=ticket.name,
             version=ticket.version,
             uid=loaded.uid,
             state=self._pool.state(loaded.uid) or "gone",
             path=ticket.path,
-            config=config,
+            kind="+".join(config.kind for config in loaded.configs),
             record=loaded.record,
-            rank=max([config.r, *config.rank_pattern.values()]) if isinstance(config, LoraConfig) else 0,
+            rank=max((config.max_rank for config in loaded.configs if isinstance(config, LoraConfig)), default=0),
             num_virtual=loaded.num_virtual,
             nbytes=loaded.nbytes,
             resident=self._pool.is_resident(loaded.uid),
