@@ -23,7 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import torch.nn.functional as F
-from tasks import OUR_METHODS, PEER_METHODS, RATES, TASKS, WARMUP, our_config, peer_config
+from tasks import OUR_METHODS, PEER_METHODS, RATES, TASKS, VARIANTS, WARMUP, our_config, peer_config
 
 from peftkit import evaluate
 from peftkit.artifact import load_adapter
@@ -200,6 +200,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--work", type=Path, default=Path("runs/quality"))
+    parser.add_argument("--trials-only", action="store_true", help="try the learning rates and stop")
     parser.add_argument("--limit", type=int, default=None, help="score this many rows only")
     args = parser.parse_args()
     place = Place(args.base, args.quant, args.compute_dtype, args.data, args.work, args.limit)
@@ -208,20 +209,27 @@ def main() -> None:
         (library, method, task)
         for task in args.tasks.split(",")
         for method in args.methods.split(",")
-        for library, methods in (("peftkit", OUR_METHODS), ("peft", PEER_METHODS))
+        for library, methods in (("peftkit", (*OUR_METHODS, *VARIANTS)), ("peft", PEER_METHODS))
         if method in methods
     ]
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-        trials = [Spec(*pair, lr, 0, "valid") for pair in pairs for lr in RATES[pair[1]]]
+        trials = [Spec(*pair, lr, 0, "valid") for pair in pairs for lr in rates(pair[1])]
         best: dict[tuple[str, str, str], dict[str, Any]] = {}
         for result in run_all(trials, place, pool, args.out):
             key = (result["library"], result["method"], result["task"])
             metric = TASKS[result["task"]].metrics[0]
             if key not in best or better(metric, result["scores"][metric][0], best[key]["scores"][metric][0]):
                 best[key] = result
+        if args.trials_only:
+            return
         seeds = [int(seed) for seed in args.seeds.split(",")]
         finals = [Spec(*pair, best[pair]["lr"], seed, "test") for pair in pairs if pair in best for seed in seeds]
         run_all(finals, place, pool, args.out)
+
+
+def rates(method: str) -> tuple[float, ...]:
+    """The learning rates that a method, or the method that it is a variant of, is tried at."""
+    return RATES[VARIANTS[method][0] if method in VARIANTS else method]
 
 
 def run_all(specs: list[Spec], place: Place, pool: ProcessPoolExecutor, out: Path) -> list[dict[str, Any]]:

@@ -49,19 +49,31 @@ TASKS: dict[str, Task] = {
 }
 
 RATES: dict[str, tuple[float, ...]] = {
-    "lora": (5e-4, 1e-3, 2e-3),
-    "bottleneck": (3e-4, 1e-3, 2e-3),
+    "lora": (5e-4, 1e-3, 2e-3, 4e-3),
+    "bottleneck": (3e-4, 1e-3, 2e-3, 4e-3),
     "prefix": (2e-4, 5e-4, 2e-3, 5e-3),
-    "ptuning_v2": (5e-3, 1e-2, 2e-2),
-    "ptuning": (1e-4, 3e-4, 1e-3),
-    "prompt": (1e-2, 3e-2, 1e-1),
+    "ptuning_v2": (5e-3, 1e-2, 2e-2, 4e-2),
+    "ptuning": (1e-4, 3e-4, 1e-3, 2e-3),
+    "prompt": (1e-2, 3e-2, 1e-1, 2e-1),
     "full": (2e-5, 5e-5, 1e-4),
 }
 """Learning rates that are tried on the validation rows, for both libraries alike."""
 
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora-plus": ("lora", {"lr_ratio": 4.0}),
+    "lora-pissa": ("lora", {"init": "pissa"}),
+    "prefix-narrow": ("prefix", {"encoder_hidden_size": 128}),
+    "ptuning-40": ("ptuning", {"num_virtual_tokens": 40}),
+    "prompt-50": ("prompt", {"num_virtual_tokens": 50}),
+}
+"""Other settings of a method that can be tried by name: `--methods lora,lora-plus --trials-only`."""
+
 
 def our_config(method: str, task: Task) -> AnyConfig:
-    """A method as peftkit trains it: the settings of the recipe that ships for it."""
+    """A method, or a variant of one, as peftkit trains it: the settings of the recipe that ships for it."""
+    if method in VARIANTS:
+        of, settings = VARIANTS[method]
+        return type(our_config(of, task)).model_validate(our_config(of, task).model_dump() | settings)
     text: dict[str, Any] = {"num_virtual_tokens": VIRTUAL_TOKENS, "init_text": task.init_text}
     configs: dict[str, AnyConfig] = {
         "lora": LoraConfig(r=16, alpha=32),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from peftkit.artifact import read_adapter, write_adapter
 from peftkit.errors import InputError, RunError
 from peftkit_serve import Engine, Request, RequestOutput, SamplingParams
 from peftkit_serve.plan import StepPlan, StepResult
@@ -250,7 +251,9 @@ def test_an_adapter_that_overflows_fails_its_own_request_and_spoils_no_page(
     make_engine: MakeEngine, lora_folder: Folder, seed: int
 ) -> None:
     engine = make_engine(num_pages=6)
-    engine.adapters.add("huge", lora_folder(seed, r=4, alpha=1e38))
+    usual = read_adapter(lora_folder(seed, r=4))
+    tensors = {name: tensor * 1e20 for name, tensor in usual.tensors.items()}
+    engine.adapters.add("huge", write_adapter(usual.path, usual.config, tensors).path)
     request = ask([5, 6, 7], None, 60)
     expected = solo(engine, request).token_ids
     huge, fine = ask(list(range(40)), "huge", 5), ask([5, 6, 7])
