@@ -1,0 +1,1 @@
+"""Triton kernels: functions of the same names and signatures as the references; `dispatch.TRITON` says which."""
