@@ -54,7 +54,7 @@ class Trainer:
         self._model = prepared.model
         self._device = prepared.accelerator.device
         self._parameters = prepared.parameters
-        self._optimizer = build_optimizer(self._recipe.optim, self._parameters.values())
+        self._optimizer = build_optimizer(self._recipe.optim, self._parameters, prepared.lr_factors)
         self._sampler = prepared.sampler()
         settings = self._recipe.train
         self.total_steps = settings.max_steps or self._sampler.num_windows(settings.epochs)

@@ -1,18 +1,28 @@
 """The optimiser and the learning rate, which is a function of the step alone: nothing of it needs saving."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from peftkit.recipe import Optim
 
+FACTOR = "lr_factor"
 
-def build_optimizer(settings: Optim, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW over the adapter's float32 parameters; `set_lr` gives it its learning rate before each step."""
+
+def build_optimizer(
+    settings: Optim, parameters: Mapping[str, nn.Parameter], lr_factors: Mapping[str, float]
+) -> torch.optim.Optimizer:
+    """AdamW over the adapter's float32 parameters; `set_lr` gives it its learning rate before each step.
+
+    `lr_factors` are on the learning rate, by name, of those parameters that have one: a group for each factor.
+    """
+    groups: dict[float, list[nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        groups.setdefault(lr_factors.get(name, 1.0), []).append(parameter)
     return torch.optim.AdamW(
-        list(parameters),
+        [{"params": members, FACTOR: factor} for factor, members in groups.items()],
         lr=settings.lr,
         betas=settings.betas,
         weight_decay=settings.weight_decay,
@@ -40,6 +50,6 @@ def learning_rate(settings: Optim, step: int, total_steps: int) -> float:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Sets the learning rate of every group."""
+    """Sets the learning rate of every group, times the group's factor."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group[FACTOR]

@@ -42,6 +42,15 @@ class Prepared:
             for name, parameter in method.parameters().items()
         }
 
+    @property
+    def lr_factors(self) -> dict[str, float]:
+        """Name of a parameter → factor on its learning rate, where it isn't 1."""
+        return {
+            f"{method.kind}.{name}": factor
+            for method in attached(self.model)
+            for name, factor in method.lr_factors().items()
+        }
+
     def sampler(self) -> Sampler:
         """The training rows' order, from its start."""
         settings = self.recipe.train
