@@ -1,6 +1,9 @@
 """Outputs start as NaN in every test of an operation, and errors are measured against float64."""
 
-from collections.abc import Callable
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import pytest
 import torch
@@ -32,3 +35,29 @@ def assert_near() -> Callable[..., None]:
         assert error < bound, f"relative error {error:.2e}"
 
     return check
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Imports a module of `peftkit_kernels.triton` afresh, its kernels run by Triton's interpreter on the CPU.
+
+    Triton looks at the environment when a function is decorated, so its own library's functions are decorated again
+    too; all is as it was afterwards.
+    """
+    language = importlib.import_module("triton.language")
+    compiled = importlib.import_module("triton.runtime.jit").JITFunction
+    decorated = importlib.import_module("triton.runtime.interpreter").InterpretedFunction
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for owner in (language, language.standard):
+        for name, function in vars(owner).copy().items():
+            if isinstance(function, compiled):
+                monkeypatch.setattr(owner, name, decorated(function.fn))
+    for name in _kernel_modules():
+        monkeypatch.delitem(sys.modules, name)
+    yield lambda name: importlib.import_module(f"peftkit_kernels.triton.{name}")
+    for name in _kernel_modules():
+        del sys.modules[name]
+
+
+def _kernel_modules() -> list[str]:
+    return [name for name in sys.modules if name.startswith("peftkit_kernels.triton")]

@@ -1,0 +1,311 @@
+"""Paged attention: which kernels a batch takes, in which configuration, and their launches.
+
+The choice follows from shapes alone, so that a CUDA graph holds for whatever lengths it is replayed with:
+
+    T ≤ N    every row alone (decode)
+    T > N    the requests with one new row alone, the others' rows in tiles (prefill)
+    deterministic    all rows by `steady_kernel`
+"""
+# pyright: reportCallIssue=false
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+import triton
+from torch import Tensor
+
+from peftkit_kernels.triton.attention_decode import decode_kernel
+from peftkit_kernels.triton.attention_prefill import prefill_kernel
+from peftkit_kernels.triton.attention_steady import steady_kernel
+from peftkit_kernels.triton.compile import Specimen
+
+Kind = Literal["decode", "prefill", "steady"]
+
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How a kernel is cut."""
+
+    block_m: int
+    """Rows × query heads of a tile."""
+    block_n: int
+    """Positions of a step."""
+    num_warps: int
+    num_stages: int
+    per_sm: int = 0
+    """Programs wanted for each multiprocessor, which the number of a row's shares follows from."""
+    shares: int = 1
+    """Least number of a row's shares: programs that end one after another even out the last wave and long requests."""
+    share: int = 0
+    """Decode: least positions of a share. Steady: positions of a span, which bits depend on."""
+
+
+CONFIGS: Mapping[tuple[Kind, int], Config] = MappingProxyType(
+    {
+        ("decode", 80): Config(16, 32, 1, 4, per_sm=2, shares=4, share=256),
+        ("decode", 90): Config(16, 32, 1, 4, per_sm=2, shares=4, share=256),
+        ("decode", 100): Config(16, 32, 1, 4, per_sm=2, shares=4, share=256),
+        ("prefill", 80): Config(128, 64, 8, 2),
+        ("prefill", 90): Config(128, 128, 8, 2),
+        ("prefill", 100): Config(128, 64, 8, 3),
+        ("steady", 80): Config(64, 64, 4, 2, per_sm=2, share=1024),
+        ("steady", 90): Config(64, 64, 4, 2, per_sm=2, share=1024),
+        ("steady", 100): Config(64, 64, 4, 2, per_sm=2, share=1024),
+    }
+)
+"""(kind, compute capability) → configuration, for heads of 256 bytes; another card takes the newest row before it."""
+
+_OVERRIDE: ContextVar[Config | None] = ContextVar("attention config", default=None)
+_COUNTERS = 1 << 16
+_SM_WITHOUT_GPU = 8  # in Triton's interpreter, so that shares are tested
+
+
+def candidates(kind: Kind) -> list[Config]:
+    """Configurations worth timing."""
+    if kind == "decode":
+        cuts = product((16, 32, 64, 128), (1, 2, 4), (2, 3, 4, 5), ((2, 4), (2, 8), (4, 1), (4, 4)), (128, 256))
+        return [
+            Config(16, n, warps, stages, *split, least) for n, warps, stages, split, least in cuts if n >= 16 * warps
+        ]
+    if kind == "prefill":
+        cuts = product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4))
+        return [Config(m, n, warps, stages) for m, n, warps, stages in cuts if n * stages <= 384 and m >= 16 * warps]
+    steady = CONFIGS["steady", 90]
+    return [
+        replace(steady, block_n=n, num_stages=stages, per_sm=k) for n, stages, k in product((32, 64), (2, 3), (1, 2))
+    ]
+
+
+@contextmanager
+def override(config: Config) -> Iterator[None]:
+    """Takes `config` for every launch inside; its kind is the caller's to match."""
+    token = _OVERRIDE.set(config)
+    try:
+        yield
+    finally:
+        _OVERRIDE.reset(token)
+
+
+def paged_attention(
+    q_TQD: Tensor,
+    kv_PZ2KD: Tensor,
+    page_NM: Tensor,
+    cu_seqlens_N1: Tensor,
+    context_N: Tensor,
+    num_virtual_N: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    """As `reference.paged_attention`. Rows behind the last request's are left as they are."""
+    num_rows, num_requests = q_TQD.shape[0], page_NM.shape[0]
+    out_TQD = q_TQD.new_empty(q_TQD.shape)
+    if not num_rows or not num_requests:
+        return out_TQD
+    if q_TQD.stride()[1:] != (q_TQD.shape[2], 1):
+        q_TQD = q_TQD.contiguous()
+    batch = _Batch(q_TQD, kv_PZ2KD, page_NM, cu_seqlens_N1, context_N, num_virtual_N, out_TQD, scale, window)
+    if deterministic:
+        _steady(batch)
+    elif num_rows <= num_requests:
+        _decode(batch, each_row=True)
+    else:
+        if num_requests > 1:
+            _decode(batch, each_row=False)
+        _prefill(batch, min_rows=2 if num_requests > 1 else 1)
+    return out_TQD
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """A call's tensors, and what all kernels are told of them."""
+
+    q: Tensor
+    kv: Tensor
+    page: Tensor
+    cu_seqlens: Tensor
+    context: Tensor
+    num_virtual: Tensor
+    out: Tensor
+    scale: float
+    window: int | None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.q, self.kv, self.page, self.cu_seqlens, self.context, self.num_virtual, self.out
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        return {
+            "num_requests": self.page.shape[0],
+            "table_stride": self.page.stride(0),
+            "scale": self.scale * LOG2_E,
+            "window": self.window or 0,
+        }
+
+    @property
+    def num_kv(self) -> int:
+        return self.kv.shape[3]
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[1] // self.num_kv
+
+    @property
+    def constants(self) -> dict[str, int | bool]:
+        return _constants(
+            self.kv.shape[1], self.num_kv, self.group, self.q.shape[2], self.q.stride(0), self.window is not None
+        )
+
+    def config(self, kind: Kind) -> Config:
+        return _config(kind, _capability(self.q.device), self.q.shape[2] * self.q.element_size())
+
+    def num_shares(self, rows: int, config: Config) -> int:
+        """Programs for each row and KV head: enough for the card, none for fewer than `share` positions."""
+        wanted = triton.cdiv(_multiprocessors(self.q.device) * config.per_sm, rows * self.num_kv)
+        return max(1, min(max(wanted, config.shares), triton.cdiv(self.page.shape[1] * self.kv.shape[1], config.share)))
+
+    def partial(self, rows: int, parts: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Weighted sums, maxima and sums of weights of each row's parts, and the counters of finished shares."""
+        lines = rows * self.num_kv * parts * self.group
+        block_d = triton.next_power_of_2(self.q.shape[2])
+        part, stat = (self.q.new_empty(lines * width, dtype=torch.float32) for width in (block_d, 2))
+        return part, stat, _counters(self.q.device)
+
+
+def _decode(batch: _Batch, *, each_row: bool) -> None:
+    config = batch.config("decode")
+    rows = batch.q.shape[0] if each_row else batch.page.shape[0]
+    shares = batch.num_shares(rows, config) if rows * batch.num_kv <= _COUNTERS else 1
+    decode_kernel[(batch.num_kv, shares, rows)](
+        *batch.tensors,
+        *batch.partial(rows if shares > 1 else 0, shares),
+        **batch.numbers,
+        **_decode_constants(batch.constants, config),
+        EACH_ROW=each_row,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def _prefill(batch: _Batch, *, min_rows: int) -> None:
+    config = batch.config("prefill")
+    tiles = batch.q.shape[0] // (config.block_m // batch.group) + batch.page.shape[0]
+    prefill_kernel[(batch.num_kv, tiles)](
+        *batch.tensors,
+        min_rows=min_rows,
+        **batch.numbers,
+        **batch.constants,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def _steady(batch: _Batch) -> None:
+    config = batch.config("steady")
+    requests = batch.page.shape[0]
+    tiles = batch.q.shape[0] // (config.block_m // batch.group) + requests
+    shares = batch.num_shares(requests, config) if requests * batch.num_kv <= _COUNTERS else 1
+    spans = triton.cdiv(batch.page.shape[1] * batch.kv.shape[1], config.share)
+    steady_kernel[(batch.num_kv, shares, tiles)](
+        *batch.tensors,
+        *batch.partial(requests if shares > 1 else 0, spans),
+        max_spans=spans,
+        **batch.numbers,
+        **batch.constants,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        SPAN=config.share,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def _constants(page: int, num_kv: int, group: int, head: int, q_stride: int, window: bool) -> dict[str, int | bool]:
+    """What the three kernels are compiled for, beside their configuration."""
+    return {
+        "Q_STRIDE": q_stride,
+        "NUM_KV": num_kv,
+        "GROUP": group,
+        "HEAD": head,
+        "BLOCK_D": triton.next_power_of_2(head),
+        "PAGE": page,
+        "WINDOW": window,
+    }
+
+
+def _decode_constants(constants: Mapping[str, int | bool], config: Config) -> dict[str, int | bool]:
+    group_2 = triton.next_power_of_2(constants["GROUP"])
+    return {
+        **constants,
+        "GROUP_2": group_2,
+        "BLOCK_M": max(config.block_m, group_2),
+        "BLOCK_N": config.block_n,
+        "FOLD": max(1, config.num_warps * 4096 // (group_2 * constants["BLOCK_D"])),  # 128 registers a thread
+        "MIN_SHARE": config.share,
+    }
+
+
+def _config(kind: Kind, capability: int, head_bytes: int) -> Config:
+    """The override, or the table's row; heads of more than 256 bytes take proportionally fewer positions a step."""
+    chosen = _OVERRIDE.get()
+    if chosen is not None:
+        return chosen
+    known = [card for row, card in CONFIGS if row == kind]
+    config = CONFIGS[kind, max((card for card in known if card <= capability), default=min(known))]
+    return replace(config, block_n=max(16, config.block_n * 256 // max(256, triton.next_power_of_2(head_bytes))))
+
+
+@cache
+def _capability(device: torch.device) -> int:
+    """Compute capability as in 90; 0 in the interpreter."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return 10 * major + minor
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _SM_WITHOUT_GPU
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """Zeros that every launch leaves zero again. One stream at a time may run attention on a device."""
+    return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+
+
+_INTEGERS = ("page", "cu_seqlens", "context", "virtual", "arrived")
+_NUMBERS = ("num_requests", "min_rows", "table_stride", "max_spans", "window")
+_SPECIMENS = (("*bf16", 8, 4, 128, False), ("*bf16", 8, 4, 128, True), ("*fp16", 2, 6, 128, False))
+
+
+def specimens(capability: int = 90) -> Iterator[Specimen]:
+    """The kernels as a card runs them: Llama 8B's heads without and with a window, Qwen 1.5B's."""
+    for dtype, num_kv, group, head, window in _SPECIMENS:
+        constants = _constants(16, num_kv, group, head, num_kv * group * head, window)
+        decode, prefill, steady = (_config(kind, capability, 2 * head) for kind in ("decode", "prefill", "steady"))
+        cut = {**_decode_constants(constants, decode), "EACH_ROW": not window}
+        yield _specimen(decode_kernel, dtype, cut, decode)
+        cut = {**constants, "BLOCK_M": prefill.block_m, "BLOCK_N": prefill.block_n}
+        yield _specimen(prefill_kernel, dtype, cut, prefill)
+        cut = {**constants, "BLOCK_M": steady.block_m, "BLOCK_N": steady.block_n, "SPAN": steady.share}
+        yield _specimen(steady_kernel, dtype, cut, steady)
+
+
+def _specimen(kernel: Any, dtype: str, constants: Mapping[str, Any], config: Config) -> Specimen:
+    types = {"q": dtype, "kv": dtype, "out": dtype, "part": "*fp32", "stat": "*fp32", "scale": "fp32"}
+    types |= dict.fromkeys(_INTEGERS, "*i32") | dict.fromkeys(_NUMBERS, "i32") | dict.fromkeys(constants, "constexpr")
+    signature = {name: types[name] for name in kernel.arg_names}
+    return Specimen(kernel, signature, constants, config.num_warps, config.num_stages)
