@@ -21,6 +21,7 @@ gelu_tanh_and_mul = dispatched(checks.gated_activation)(reference.gelu_tanh_and_
 grouped_lora = dispatched(checks.grouped_lora)(grouped.grouped_lora)
 grouped_bottleneck = dispatched(checks.grouped_bottleneck)(grouped.grouped_bottleneck)
 nf4_dequantize = dispatched(checks.nf4_dequantize)(reference.nf4_dequantize)
+nf4_linear = dispatched(checks.nf4_linear)(reference.nf4_linear)
 copy_pages = dispatched(checks.copy_pages)(reference.copy_pages)
 sample = dispatched(checks.sample)(reference.sample)
 
@@ -36,6 +37,7 @@ __all__ = [
     "grouped_lora",
     "grouped_bottleneck",
     "nf4_dequantize",
+    "nf4_linear",
     "copy_pages",
     "sample",
     "BOTTLENECK_INPUTS",

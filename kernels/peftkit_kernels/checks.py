@@ -159,6 +159,26 @@ def nf4_dequantize(
         raise ValueError(f"dtype is {dtype}: one of {_names(FLOATS)} is wanted")
 
 
+def nf4_linear(
+    x_TI: Tensor,
+    code_X: Tensor,
+    absmax_B: Tensor,
+    absmax_code: Tensor,
+    absmax_scale: Tensor,
+    absmax_offset: Tensor,
+    out_features: int,
+    bias_O: Tensor | None = None,
+    *,
+    deterministic: bool = False,
+) -> None:
+    _tensor("x_TI", x_TI, (None, None), FLOATS)
+    shape = (out_features, x_TI.shape[1])
+    nf4_dequantize(code_X, absmax_B, absmax_code, absmax_scale, absmax_offset, shape, x_TI.dtype)
+    _tensor("code_X", code_X, tuple(code_X.shape), UINT8, x_TI)
+    if bias_O is not None:
+        _tensor("bias_O", bias_O, (out_features,), (x_TI.dtype,), x_TI)
+
+
 def sample(
     logits_NV: Tensor,
     temperature_N: Tensor,

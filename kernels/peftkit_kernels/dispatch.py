@@ -17,7 +17,20 @@ from torch import Tensor
 P = ParamSpec("P")
 R = TypeVar("R")
 
-TRITON: Mapping[str, str] = MappingProxyType({})
+TRITON: Mapping[str, str] = MappingProxyType(
+    {
+        "copy_pages": "triton.pages",
+        "embedding": "triton.embedding",
+        "gelu_tanh_and_mul": "triton.activation",
+        "nf4_dequantize": "triton.nf4",
+        "nf4_linear": "triton.nf4",
+        "rms_norm": "triton.norm",
+        "sample": "triton.sampling",
+        "silu_and_mul": "triton.activation",
+        "paged_attention": "triton.attention",
+        "rope_write_kv": "triton.rope",
+    }
+)
 """Operation → module that has its Triton kernel."""
 
 _DEVICES = frozenset({"cuda"})  # where Triton kernels run

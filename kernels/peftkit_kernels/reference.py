@@ -194,6 +194,28 @@ def nf4_dequantize(
     return (value[:num_elements] * scale_B.repeat_interleave(64)[:num_elements]).view(shape).to(dtype)
 
 
+def nf4_linear(
+    x_TI: Tensor,
+    code_X: Tensor,
+    absmax_B: Tensor,
+    absmax_code: Tensor,
+    absmax_scale: Tensor,
+    absmax_offset: Tensor,
+    out_features: int,
+    bias_O: Tensor | None = None,
+    *,
+    deterministic: bool = False,
+) -> Tensor:
+    """Affine map of each row by an NF4 weight.
+
+    Semantics: `y[t] = w @ x[t] + bias` with w = `nf4_dequantize` of the codes and scales, (out_features, I). Returns
+    y_TO in x's dtype.
+    """
+    shape = (out_features, x_TI.shape[1])
+    weight_OI = nf4_dequantize(code_X, absmax_B, absmax_code, absmax_scale, absmax_offset, shape, x_TI.dtype)
+    return linear(x_TI, weight_OI, bias_O, deterministic=deterministic)
+
+
 def sample(
     logits_NV: Tensor,
     temperature_N: Tensor,

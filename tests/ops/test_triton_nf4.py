@@ -1,0 +1,128 @@
+"""NF4 kernels against bitsandbytes and float64: small in Triton's interpreter, at full size on a GPU."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from torch import Tensor
+
+from peftkit_kernels import nf4_dequantize, nf4_linear, reference
+
+pytest.importorskip("triton")
+
+Near = Callable[..., None]
+Interpreter = Callable[[str], ModuleType]
+BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+
+
+def quantised(weight: Tensor) -> tuple[Tensor, ...]:
+    """Codes and nested scales, as bitsandbytes stores them."""
+    codes, state = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
+    assert state.state2 is not None and state.offset is not None
+    return codes.flatten(), state.absmax, state.state2.code, state.state2.absmax, state.offset
+
+
+def check_linear(
+    module: ModuleType, assert_near: Near, rows: int, out_features: int, in_features: int, dtype: torch.dtype,
+    device: str = "cpu", deterministic: bool = False,
+) -> None:  # fmt: skip
+    weight = torch.randn(out_features, in_features, device=device) * torch.rand(out_features, 1, device=device)
+    parts = quantised(weight.to(dtype))
+    x = torch.randn(rows, in_features, device=device).to(dtype)
+    bias = torch.randn(out_features, device=device).to(dtype)
+    held = reference.nf4_dequantize(*parts, (out_features, in_features), torch.float32).double()
+    exact = x.double() @ held.T
+    y = module.nf4_linear(x, *parts, out_features, deterministic=deterministic)
+    assert y.dtype == dtype
+    assert_near(y, exact, BOUND[dtype])
+    assert torch.equal(module.nf4_linear(x, *parts, out_features, deterministic=deterministic), y)
+    y = module.nf4_linear(x, *parts, out_features, bias, deterministic=deterministic)
+    assert_near(y, exact + bias.double(), BOUND[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 64), (5, 128), (3, 48), (1, 1), (33, 130)], ids=str)
+def test_dequantises_as_the_reference_bit_for_bit(
+    seed: int, interpreter: Interpreter, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    parts = quantised((torch.randn(shape) * 3).to(dtype))
+    ours = interpreter("nf4").nf4_dequantize(*parts, shape, dtype)
+    assert torch.equal(ours, reference.nf4_dequantize(*parts, shape, dtype))
+
+
+def test_dequantises_as_bitsandbytes_over_many_nested_scales(seed: int, interpreter: Interpreter) -> None:
+    weight = torch.randn(300, 64) * torch.rand(300, 1)
+    codes, state = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
+    ours = interpreter("nf4").nf4_dequantize(*quantised(weight), (300, 64), torch.float32)
+    assert torch.equal(ours, dequantize_4bit(codes, state))
+
+
+@pytest.mark.parametrize(
+    ("rows", "out_features", "in_features"), [(1, 70, 64), (3, 16, 576), (17, 5, 128), (2, 7, 96)], ids=str
+)
+def test_multiplies_by_decoded_weights(
+    seed: int, assert_near: Near, interpreter: Interpreter, rows: int, out_features: int, in_features: int
+) -> None:
+    module = interpreter("nf4")
+    check_linear(module, assert_near, rows, out_features, in_features, torch.float32)
+
+
+def test_many_parts_of_the_input_are_added_in_order(seed: int, assert_near: Near, interpreter: Interpreter) -> None:
+    module = interpreter("nf4")
+    assert module._splits(1, 1024 // 64, 132) > 1
+    check_linear(module, assert_near, 2, 3, 1024, torch.float32)
+
+
+def test_a_deterministic_row_has_the_same_bits_in_any_company(seed: int, interpreter: Interpreter) -> None:
+    module, parts, x = interpreter("nf4"), quantised(torch.randn(6, 128)), torch.randn(66, 128)
+    together = module.nf4_linear(x, *parts, 6, deterministic=True)
+    assert torch.equal(module.nf4_linear(x[65:], *parts, 6, deterministic=True), together[65:])
+    assert torch.equal(module.nf4_linear(x[3:20], *parts, 6, deterministic=True), together[3:20])
+
+
+def test_no_rows(interpreter: Interpreter) -> None:
+    parts = quantised(torch.ones(3, 64))
+    assert interpreter("nf4").nf4_linear(torch.ones(0, 64), *parts, 3).shape == (0, 3)
+
+
+def test_the_reference_is_an_affine_map_by_the_dequantised_weight(seed: int, assert_near: Near) -> None:
+    check_linear(reference, assert_near, 3, 7, 128, torch.float32, deterministic=True)
+    with pytest.raises(ValueError, match="code_X has shape"):
+        nf4_linear(torch.ones(2, 64), *quantised(torch.ones(3, 128)), 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dequantises_as_bitsandbytes_on_a_gpu(seed: int, dtype: torch.dtype) -> None:
+    for shape in ((4096, 14336), (1537, 8960), (5, 64), (33, 130)):
+        weight = torch.randn(shape, device="cuda") * torch.rand(shape[0], 1, device="cuda")
+        codes, state = quantize_4bit(weight.to(dtype), blocksize=64, compress_statistics=True, quant_type="nf4")
+        assert state.state2 is not None and state.offset is not None
+        parts = (codes.flatten(), state.absmax, state.state2.code, state.state2.absmax, state.offset)
+        ours = nf4_dequantize(*parts, shape, dtype)
+        assert torch.equal(ours, reference.nf4_dequantize(*parts, shape, dtype))
+        if shape[1] % 64 == 0:
+            assert torch.equal(ours, dequantize_4bit(codes, state))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_multiplies_on_a_gpu(seed: int, assert_near: Near, dtype: torch.dtype, deterministic: bool) -> None:
+    from peftkit_kernels.triton import nf4
+
+    for out_features, in_features in ((4096, 14336), (28672, 4096), (1537, 1536), (100, 64), (70, 96)):
+        for rows in (1, 2, 4, 16, 17, 33, 64, 65, 200):
+            check_linear(nf4, assert_near, rows, out_features, in_features, dtype, "cuda", deterministic)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_deterministic_rows_on_a_gpu(seed: int, dtype: torch.dtype) -> None:
+    parts = quantised(torch.randn(4096, 4096, device="cuda").to(dtype))
+    x = torch.randn(200, 4096, device="cuda").to(dtype)
+    together = nf4_linear(x, *parts, 4096, deterministic=True)
+    for rows in (slice(0, 1), slice(150, 151), slice(7, 80)):
+        assert torch.equal(nf4_linear(x[rows].clone(), *parts, 4096, deterministic=True), together[rows])
