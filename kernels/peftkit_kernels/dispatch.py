@@ -13,6 +13,9 @@ from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
+from torch.compiler import is_compiling
+
+from peftkit_kernels.library import traced
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,17 +40,25 @@ _DEVICES = frozenset({"cuda"})  # where Triton kernels run
 
 
 def dispatched(check: Callable[P, None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a reference a public operation: checks its arguments, then runs what the first one's device has."""
+    """Makes a reference a public operation: checks its arguments, then runs what the first one's device has.
+
+    The first argument is a tensor. Traced code calls `torch.ops.peftkit` instead, which comes back here when it runs.
+    """
 
     def decorate(reference: Callable[P, R]) -> Callable[P, R]:
+        name = reference.__name__
+
         @functools.wraps(reference)
         def operation(*args: P.args, **kwargs: P.kwargs) -> R:
+            if is_compiling():
+                return in_graph(*args, **kwargs)
             check(*args, **kwargs)
-            first = args[0]
+            first = args[0] if args else next(iter(kwargs.values()))
             assert isinstance(first, Tensor)
-            kernel = _triton(reference.__name__, first.device.type)
+            kernel = _triton(name, first.device.type)
             return reference(*args, **kwargs) if kernel is None else kernel(*args, **kwargs)
 
+        in_graph = traced(operation, check)
         return operation
 
     return decorate
