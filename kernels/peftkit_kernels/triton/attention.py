@@ -54,12 +54,12 @@ CONFIGS: Mapping[tuple[Kind, int], Config] = MappingProxyType(
         ("decode", 80): Config(16, 32, 1, 4, per_sm=2, shares=4, share=256),
         ("decode", 90): Config(16, 32, 1, 4, per_sm=2, shares=4, share=256),
         ("decode", 100): Config(16, 32, 1, 4, per_sm=2, shares=4, share=256),
-        ("prefill", 80): Config(128, 64, 8, 2),
-        ("prefill", 90): Config(128, 128, 8, 2),
+        ("prefill", 80): Config(128, 32, 8, 3),
+        ("prefill", 90): Config(128, 64, 8, 3),
         ("prefill", 100): Config(128, 64, 8, 3),
-        ("steady", 80): Config(64, 64, 4, 2, per_sm=2, share=1024),
-        ("steady", 90): Config(64, 64, 4, 2, per_sm=2, share=1024),
-        ("steady", 100): Config(64, 64, 4, 2, per_sm=2, share=1024),
+        ("steady", 80): Config(64, 64, 8, 2, per_sm=2, share=1024),
+        ("steady", 90): Config(64, 64, 8, 2, per_sm=2, share=1024),
+        ("steady", 100): Config(64, 64, 8, 2, per_sm=2, share=1024),
     }
 )
 """(kind, compute capability) → configuration, for heads of 256 bytes; another card takes the newest row before it."""
@@ -253,7 +253,7 @@ def _decode_constants(constants: Mapping[str, int | bool], config: Config) -> di
         "GROUP_2": group_2,
         "BLOCK_M": max(config.block_m, group_2),
         "BLOCK_N": config.block_n,
-        "FOLD": max(1, config.num_warps * 4096 // (group_2 * constants["BLOCK_D"])),  # 128 registers a thread
+        "FOLD": max(1, config.num_warps * 2048 // (group_2 * constants["BLOCK_D"])),  # 64 registers a thread
         "MIN_SHARE": config.share,
     }
 

@@ -21,7 +21,7 @@ def combine(
     top = tl.full([GROUP_2], LOWEST, tl.float32)
     total = tl.zeros([GROUP_2], tl.float32)
     acc = tl.zeros([GROUP_2, BLOCK_D], tl.float32)
-    for first in tl.range(0, num_parts, FOLD):
+    for first in tl.range(0, num_parts, FOLD, num_stages=3):
         at = slot + first + offs_f
         live = (first + offs_f < num_parts)[:, None] & (offs_g < GROUP)[None, :]
         at_stat = stat + at[:, None] * (2 * GROUP) + offs_g[None, :]
