@@ -34,18 +34,20 @@ class Config:
     """Rows of x a program: the narrow side of its tensor-core tile."""
     outs: int
     """Output features a program."""
+    unroll: int
+    """Blocks of 64 inputs at a time."""
     num_warps: int
     num_stages: int
 
 
 CONFIGS: Mapping[tuple[int, int], Config] = MappingProxyType(
     {
-        (16, 8): Config(rows=16, outs=64, num_warps=4, num_stages=5),
-        (32, 8): Config(rows=32, outs=64, num_warps=4, num_stages=4),
-        (64, 8): Config(rows=64, outs=64, num_warps=4, num_stages=3),
-        (16, 9): Config(rows=16, outs=64, num_warps=4, num_stages=6),
-        (32, 9): Config(rows=32, outs=64, num_warps=4, num_stages=5),
-        (64, 9): Config(rows=64, outs=64, num_warps=4, num_stages=4),
+        (16, 8): Config(rows=16, outs=64, unroll=2, num_warps=4, num_stages=5),
+        (32, 8): Config(rows=32, outs=64, unroll=2, num_warps=4, num_stages=4),
+        (64, 8): Config(rows=64, outs=64, unroll=2, num_warps=4, num_stages=3),
+        (16, 9): Config(rows=16, outs=64, unroll=2, num_warps=4, num_stages=6),
+        (32, 9): Config(rows=32, outs=64, unroll=2, num_warps=4, num_stages=5),
+        (64, 9): Config(rows=64, outs=64, unroll=2, num_warps=4, num_stages=4),
     }
 )
 """(rows rounded up to a tile, major compute capability) → configuration. Newer cards take the newest one's."""
@@ -122,7 +124,7 @@ def nf4_linear(
         sums_STO = torch.empty(num_splits, num_rows, out_features, dtype=torch.float32, device=x_TI.device)
     _linear[(tiles, num_splits, triton.cdiv(num_rows, config.rows))](
         x_TI,
-        code_X.contiguous(),
+        code_X.contiguous().view(torch.int16),
         absmax_B.contiguous(),
         absmax_code.contiguous(),
         absmax_scale.contiguous(),
@@ -136,6 +138,7 @@ def nf4_linear(
         ROWS=config.rows,
         OUTS=config.outs,
         SPLITS=num_splits,
+        UNROLL=config.unroll,
         HAS_BIAS=bias_O is not None,
         PERMUTE=x_TI.is_cuda and x_TI.dtype != torch.float32,
         num_warps=config.num_warps,
@@ -177,7 +180,8 @@ def _dequantize(
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     byte = block[:, None] * 32 + tl.arange(0, 32)[None, :]
     packed = tl.load(code + byte, mask=byte < num_bytes, other=0)
-    scale = _scale(absmax, absmax_code, absmax_scale, absmax_offset, block, block < num_blocks)[:, None]
+    last = tl.minimum(block, num_blocks - 1)  # behind the last block nothing is stored
+    scale = _scale(absmax, absmax_code, absmax_scale, absmax_offset, last)[:, None]
     if SHUFFLE:
         high, low = _shuffle_levels(packed)
     else:
@@ -204,35 +208,46 @@ def _linear(
     ROWS: tl.constexpr,
     OUTS: tl.constexpr,
     SPLITS: tl.constexpr,
+    UNROLL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PERMUTE: tl.constexpr,
 ):
     """A tile of OUTS × ROWS over one of SPLITS parts of the input: weights are the tensor cores' tall operand.
 
-    The high nibbles of a block are its even inputs, the low ones its odd inputs: two products of 32, no interleaving.
+    Codes are read as 16-bit units, 16 a block. Of the eight weights in two units, the q-th pair goes to the q-th of
+    four products of depth 16, and x is dealt out likewise: nothing is interleaved, and codes go from shared memory to
+    the registers of the tensor cores' layout as they are.
     """
     blocks: tl.constexpr = IN // _BLOCK
-    part: tl.constexpr = (blocks + SPLITS - 1) // SPLITS
+    part: tl.constexpr = ((blocks + SPLITS - 1) // SPLITS + UNROLL - 1) // UNROLL * UNROLL
     out = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     weight_row = tl.minimum(out, OUT - 1).to(tl.int64)  # a ragged tile reads the last row again: no masks
-    code_at = code + weight_row[:, None] * (IN // 2) + tl.arange(0, 32)[None, :]
+    code_at = code + weight_row[:, None] * (IN // 4) + tl.arange(0, 16)[None, :]
     x_at = x + row[:, None].to(tl.int64) * x_stride + tl.arange(0, _BLOCK)[None, :]
+    first_block = (weight_row * blocks).to(tl.int32)
     total = tl.zeros((OUTS, ROWS), tl.float32)
     first = tl.program_id(1) * part
-    for step in range(first, tl.minimum(first + part, blocks)):
-        packed = tl.load(code_at + step * 32)
-        value = tl.load(x_at + step * _BLOCK, mask=(row < num_rows)[:, None], other=0.0)
-        scale = _scale(absmax, absmax_code, absmax_scale, absmax_offset, weight_row * blocks + step, weight_row >= 0)
-        if PERMUTE:
-            high, low = _permute_levels(packed, x.dtype.element_ty)
-        else:
-            value = value.to(tl.float32)
-            high, low = _level(packed >> 4), _level(packed & 15)
-        even, odd = tl.split(tl.reshape(value, (ROWS, 32, 2)))
-        product = tl.dot(high, tl.trans(even), input_precision="ieee")
-        product = tl.dot(low, tl.trans(odd), product, input_precision="ieee")
-        total += product * scale[:, None]
+    for start in range(first, tl.minimum(first + part, blocks), UNROLL):
+        for ahead in tl.static_range(UNROLL):
+            block = start + ahead
+            if blocks % UNROLL != 0:
+                block = tl.minimum(block, blocks - 1)
+            packed = tl.load(code_at + block * 16)
+            value = tl.load(x_at + block * _BLOCK, mask=(row < num_rows)[:, None], other=0.0)
+            scale = _scale(absmax, absmax_code, absmax_scale, absmax_offset, first_block + block)
+            if blocks % UNROLL != 0:
+                scale = tl.where(start + ahead < blocks, scale, 0.0)
+            if PERMUTE:
+                w0, w1, w2, w3 = _permute_levels(packed, x.dtype.element_ty)
+            else:
+                w0, w1, w2, w3 = _select_levels(packed, x.dtype.element_ty)
+            x0, x1, x2, x3 = _deal(value, ROWS)
+            product = tl.dot(w0, x0, input_precision="ieee")
+            product = tl.dot(w1, x1, product, input_precision="ieee")
+            product = tl.dot(w2, x2, product, input_precision="ieee")
+            product = tl.dot(w3, x3, product, input_precision="ieee")
+            total += product * scale[:, None]
     if HAS_BIAS and SPLITS == 1:
         total += tl.load(bias + weight_row).to(tl.float32)[:, None]
     at = sums + tl.program_id(1).to(tl.int64) * num_rows * OUT + row[None, :] * OUT + out[:, None]
@@ -256,10 +271,10 @@ def _add_splits(
 
 
 @triton.jit
-def _scale(absmax, absmax_code, absmax_scale, absmax_offset, block, mask):
+def _scale(absmax, absmax_code, absmax_scale, absmax_offset, block):
     """The float32 scales of blocks, from their 8-bit codes."""
-    value = tl.load(absmax_code + tl.load(absmax + block, mask=mask, other=0).to(tl.int32))
-    return value * tl.load(absmax_scale + block // 256, mask=mask, other=0.0) + tl.load(absmax_offset)
+    value = tl.load(absmax_code + tl.load(absmax + block).to(tl.int32))
+    return value * tl.load(absmax_scale + block // 256) + tl.load(absmax_offset)
 
 
 @triton.jit
@@ -282,17 +297,60 @@ def _shuffle_levels(packed):
 
 
 @triton.jit
+def _select_levels(packed, dtype: tl.constexpr):
+    """Four tensors like `packed`, the units of a block: the q-th has the q-th pair of weights of each two units."""
+    units = packed.to(tl.int32)
+    first, second = tl.split(tl.reshape(units, (units.shape[0], 8, 2)))
+    return (
+        _byte_levels(first & 255, dtype),
+        _byte_levels((first >> 8) & 255, dtype),
+        _byte_levels(second & 255, dtype),
+        _byte_levels((second >> 8) & 255, dtype),
+    )
+
+
+@triton.jit
+def _byte_levels(byte, dtype: tl.constexpr):
+    return tl.interleave(_level(byte >> 4), _level(byte & 15)).to(dtype)
+
+
+@triton.jit
 def _permute_levels(packed, dtype: tl.constexpr):
-    """16-bit levels of the high and the low nibbles."""
+    """The same for 16-bit levels. Two neighbours along a row are one register in any layout that products take."""
     if dtype == tl.float16:
         levels = tl.inline_asm_elementwise(
-            _PERMUTE_FP16, _PERMUTE_REGISTERS, [packed], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+            _PERMUTE_FP16,
+            _PERMUTE_REGISTERS,
+            [packed],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
         )
     else:
         levels = tl.inline_asm_elementwise(
-            _PERMUTE_BF16, _PERMUTE_REGISTERS, [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            _PERMUTE_BF16,
+            _PERMUTE_REGISTERS,
+            [packed],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
         )
     return levels
+
+
+@triton.jit
+def _deal(value, ROWS: tl.constexpr):
+    """A block of x, (ROWS, 64), as the other operands (16, ROWS) of the four products."""
+    pairs = tl.permute(tl.reshape(value, (ROWS, 8, 2, 2, 2)), (0, 1, 4, 2, 3))  # u, i, and q in two bits
+    even, odd = tl.split(pairs)
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return (
+        tl.trans(tl.reshape(x0, (ROWS, 16))),
+        tl.trans(tl.reshape(x1, (ROWS, 16))),
+        tl.trans(tl.reshape(x2, (ROWS, 16))),
+        tl.trans(tl.reshape(x3, (ROWS, 16))),
+    )
 
 
 def _shuffle_asm() -> str:
@@ -304,7 +362,7 @@ def _shuffle_asm() -> str:
 
 
 def _permute_asm(dtype: torch.dtype) -> str:
-    """Registers $0, $1 take the levels of the high nibbles of the four bytes in $4; $2, $3 those of the low ones."""
+    """Register $q takes the levels of byte q of $4, the high nibble's first."""
     table = torch.tensor(NF4, dtype=torch.float32).to(dtype).view(torch.uint8).view(16, 2).T.contiguous()
     planes = [[f"0x{word & 0xFFFFFFFF:08x}" for word in plane] for plane in table.view(torch.int32).tolist()]
     lines = [
@@ -322,7 +380,7 @@ def _permute_asm(dtype: torch.dtype) -> str:
                 f"prmt.b32 above, {c}, {d}, index;",
                 f"prmt.b32 p{plane}, below, above, choice;",
             ]
-        lines += [f"prmt.b32 ${half}, p0, p1, 0x7351;", f"prmt.b32 ${2 + half}, p0, p1, 0x6240;"]
+        lines += [f"prmt.b32 ${2 * half}, p0, p1, 0x4051;", f"prmt.b32 ${2 * half + 1}, p0, p1, 0x6273;"]
     return "{ " + " ".join(lines) + " }"
 
 
@@ -336,9 +394,9 @@ _PERMUTE_BF16 = tl.constexpr(_permute_asm(torch.bfloat16))
 def candidates() -> Iterator[Config]:
     """Configurations worth timing."""
     for rows in (16, 32, 64):
-        for outs, num_warps in ((32, 4), (64, 4), (128, 4), (128, 8)):
-            for num_stages in (3, 5, 7):
-                yield Config(rows, outs, num_warps, num_stages)
+        for outs, num_warps in ((16, 1), (32, 2), (64, 4), (128, 4), (128, 8)):
+            for unroll, num_stages in ((1, 4), (1, 7), (2, 3), (2, 5), (4, 3)):
+                yield Config(rows, outs, unroll, num_warps, num_stages)
 
 
 @contextmanager
@@ -387,8 +445,8 @@ def specimens() -> Iterator[Specimen]:
             if major != 9:
                 continue
             constants = {"OUT": 4096, "IN": 14336, "ROWS": rows, "OUTS": config.outs, "SPLITS": 4}
-            constants |= {"HAS_BIAS": False, "PERMUTE": True}
-            pointers = {"x": dtype, **quantised, "bias": dtype, "sums": "*fp32"}
+            constants |= {"UNROLL": config.unroll, "HAS_BIAS": False, "PERMUTE": True}
+            pointers = {"x": dtype, **quantised, "code": "*i16", "bias": dtype, "sums": "*fp32"}
             signature = {**pointers, "num_rows": "i32", "x_stride": "i32", **dict.fromkeys(constants, "constexpr")}
             yield Specimen(_linear, signature, constants, config.num_warps, config.num_stages)
     constants = {"OUT": 4096, "SPLITS": 4, "HAS_BIAS": True, "BLOCK": _ADD}
