@@ -1,0 +1,284 @@
+"""Grouped LoRA: x Aᵀ over shares of the features (`_shrink`), then (x Aᵀ) B onto y (`_expand`).
+
+Bound by memory: A and B of the distinct adapters at few rows, y at many.
+"""
+# pyright: reportCallIssue=false, reportMissingParameterType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from peftkit_kernels.triton.compile import Specimen
+from peftkit_kernels.triton.segmented import (
+    CONFIGS,
+    Config,
+    Kind,
+    add_shares,
+    candidates,
+    capability_of,
+    locate,
+    override,
+)
+from peftkit_kernels.triton.segmented import config as _config
+
+__all__ = ["CONFIGS", "MAX_RANK", "candidates", "grouped_lora", "override", "specimens"]
+
+MAX_RANK = 512
+"""Largest rank: the memory between the two kernels has room for it, whatever the ranks in the table."""
+
+
+def grouped_lora(
+    y_TO: Tensor,
+    x_TI: Tensor,
+    weights: Tensor,
+    row_X: Tensor,
+    segment_start_G1: Tensor,
+    segment_slot_G: Tensor,
+    offset_a_PS: Tensor,
+    offset_b_PS: Tensor,
+    rank_PS: Tensor,
+    scale_PS: Tensor,
+    offset_c_PS: Tensor,
+    out_features: tuple[int, ...],
+    *,
+    deterministic: bool = False,
+) -> Tensor:
+    """See `peftkit_kernels.grouped.grouped_lora`; ranks up to MAX_RANK. Quickest where offsets are multiples of 8."""
+    num_rows, num_segments = row_X.shape[0], segment_slot_G.shape[0]
+    if not num_rows or not num_segments:
+        return y_TO
+    assert y_TO.stride(1) == 1 and x_TI.stride(1) == 1, "rows of x and y are contiguous"
+    tables = (offset_a_PS, offset_b_PS, rank_PS, scale_PS, offset_c_PS)
+    assert all(table.is_contiguous() for table in tables), "tables are contiguous"
+    cuts = _config(num_rows, deterministic, y_TO.device)
+    num_projections, features = len(out_features), x_TI.shape[1]
+    _, shares = cuts.steps(features)
+    inner = torch.empty((shares, num_rows, num_projections, MAX_RANK), dtype=torch.float32, device=y_TO.device)
+    rows = (row_X, segment_start_G1, segment_slot_G)
+    sizes = (num_rows, num_segments, offset_a_PS.shape[1])
+    num_tiles = num_rows // cuts.block_m + num_segments
+    pdl = capability_of(y_TO.device) >= 90
+    launch = {"launch_pdl": True} if pdl else {}
+    constants = _shrink_constants(cuts, num_projections, features, pdl)
+    _shrink[(num_tiles, shares * (num_projections // constants["TOGETHER"]))](
+        x_TI, weights, *rows, offset_a_PS, rank_PS, inner, *sizes, features, x_TI.stride(0), **constants,
+        num_warps=cuts.shrink_warps, num_stages=cuts.shrink_stages,
+    )  # fmt: skip
+    _expand[(num_tiles, sum(triton.cdiv(out, cuts.block_n) for out in out_features))](
+        y_TO, weights, *rows, offset_b_PS, rank_PS, scale_PS, offset_c_PS, inner, *sizes, y_TO.stride(0),
+        **_expand_constants(cuts, out_features, shares, pdl),
+        num_warps=cuts.expand_warps, num_stages=cuts.expand_stages, **launch,
+    )  # fmt: skip
+    return y_TO
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_segments", "num_slots"])
+def _shrink(
+    x, weights, row, start, slot, offset_a, rank, inner, num_rows, num_segments, num_slots, features, x_stride,
+    PROJECTIONS: tl.constexpr, TOGETHER: tl.constexpr, PADDED: tl.constexpr, MAX_RANK: tl.constexpr,
+    SHARES: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One share of the features of one tile, for TOGETHER projections: inner (SHARES, X, PROJECTIONS, MAX_RANK)."""
+    if PDL:
+        gdc_launch_dependents()
+    segment, first, count = locate(start, tl.program_id(0), num_segments, BLOCK_M)
+    if count <= 0:
+        return
+    share, p0 = tl.program_id(1) % SHARES, tl.program_id(1) // SHARES * TOGETHER
+    s = tl.load(slot + segment)
+    m = tl.arange(0, BLOCK_M)
+    live = m < count
+    rows = tl.load(row + first + m, mask=live, other=0)
+    p = tl.arange(0, PADDED)
+    ranks = tl.load(rank + (p0 + p) * num_slots + s, mask=p < TOGETHER, other=0)
+    offsets = tl.load(offset_a + (p0 + p) * num_slots + s, mask=p < TOGETHER, other=0)
+    largest = tl.max(ranks, axis=0)
+    aligned = tl.max(tl.where(ranks > 0, offsets % 8, 0), axis=0) == 0
+    x += share * (STEPS * BLOCK_K)
+    k0 = share * (STEPS * BLOCK_K)
+    weights += k0
+    features_left = features - k0
+    into = inner + ((share * num_rows + first).to(tl.int64) * PROJECTIONS + p0) * MAX_RANK
+    if aligned:
+        if largest <= 16:
+            _shares_of(
+                x, weights, offset_a, rank, into, rows, live, s, p0, largest, num_slots, features, features_left,
+                x_stride, PROJECTIONS, TOGETHER, PADDED, MAX_RANK, STEPS, BLOCK_M, BLOCK_K, 16, True,
+            )  # fmt: skip
+        else:
+            _shares_of(
+                x, weights, offset_a, rank, into, rows, live, s, p0, largest, num_slots, features, features_left,
+                x_stride, PROJECTIONS, TOGETHER, PADDED, MAX_RANK, STEPS, BLOCK_M, BLOCK_K, BLOCK_R, True,
+            )  # fmt: skip
+    else:
+        _shares_of(
+            x, weights, offset_a, rank, into, rows, live, s, p0, largest, num_slots, features, features_left,
+            x_stride, PROJECTIONS, TOGETHER, PADDED, MAX_RANK, STEPS, BLOCK_M, BLOCK_K, 16, False,
+        )  # fmt: skip
+
+
+@triton.jit
+def _shares_of(
+    x, weights, offset_a, rank, into, rows, live, s, p0, largest, num_slots, features, features_left, x_stride,
+    PROJECTIONS: tl.constexpr, TOGETHER: tl.constexpr, PADDED: tl.constexpr, MAX_RANK: tl.constexpr,
+    STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Rank after rank in one loop, so that the loads of the next are under way: BLOCK_R of each projection a step."""
+    n = tl.arange(0, PADDED * BLOCK_R)
+    p, r = n // BLOCK_R, n % BLOCK_R
+    mine = p < TOGETHER
+    ranks = tl.load(rank + (p0 + p) * num_slots + s, mask=mine, other=0)
+    offsets = tl.load(offset_a + (p0 + p) * num_slots + s, mask=mine, other=0)
+    if ALIGNED:
+        offsets = offsets // 8 * 8  # tells the compiler of 16-byte loads
+    k = tl.arange(0, BLOCK_K)
+    x_rows = x + rows[:, None] * x_stride
+    m = tl.arange(0, BLOCK_M)
+    into_rows = into + m[:, None] * (PROJECTIONS * MAX_RANK) + (p * MAX_RANK + r)[None, :]
+    acc = tl.zeros((BLOCK_M, PADDED * BLOCK_R), dtype=tl.float32)
+    for i in range(0, tl.cdiv(largest, BLOCK_R) * STEPS):
+        r0, kk = i // STEPS * BLOCK_R, i % STEPS * BLOCK_K + k
+        inside, wanted = kk < features_left, r0 + r < ranks
+        x_MK = tl.load(x_rows + kk[None, :], mask=live[:, None] & inside[None, :], other=0.0)
+        at = weights + (offsets + (r0 + r) * features)[:, None] + kk[None, :]
+        a_NK = tl.load(at, mask=wanted[:, None] & inside[None, :], other=0.0)
+        acc = tl.dot(x_MK, a_NK.T, acc, input_precision="ieee")
+        if i % STEPS == STEPS - 1:
+            tl.store(into_rows + r0, acc, mask=live[:, None] & wanted[None, :])
+            acc = tl.zeros((BLOCK_M, PADDED * BLOCK_R), dtype=tl.float32)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_segments", "num_slots"])
+def _expand(
+    y, weights, row, start, slot, offset_b, rank, scale, offset_c, inner, num_rows, num_segments, num_slots, y_stride,
+    OUT: tl.constexpr, PROJECTIONS: tl.constexpr, MAX_RANK: tl.constexpr, SHARES: tl.constexpr,
+    PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N columns of one projection for one tile. What doesn't come from `_shrink` is loaded before the wait."""
+    segment, first, count = locate(start, tl.program_id(0), num_segments, BLOCK_M)
+    block, p, column, out = tl.program_id(1), 0, 0, OUT[0]
+    for q in tl.static_range(1, PROJECTIONS):
+        blocks = tl.cdiv(OUT[q - 1], BLOCK_N)
+        behind = (block >= blocks) & (p == q - 1)
+        block = tl.where(behind, block - blocks, block)
+        column = tl.where(behind, column + OUT[q - 1], column)
+        out = tl.where(behind, OUT[q], out)
+        p = tl.where(behind, q, p)
+    s = tl.load(slot + segment)
+    r = tl.load(rank + p * num_slots + s)
+    if (count <= 0) | (r == 0):
+        if PDL:
+            gdc_wait()  # so that the end of this launch is the end of both
+        return
+    offset = tl.load(offset_b + p * num_slots + s)
+    weight = tl.load(scale + p * num_slots + s)
+    rescaling = tl.load(offset_c + p * num_slots + s)
+    m = tl.arange(0, BLOCK_M)
+    rows = tl.load(row + first + m, mask=m < count, other=0)
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    y_at = y + rows[:, None] * y_stride + (column + n)[None, :]
+    inner += p * MAX_RANK
+    share_stride = num_rows.to(tl.int64) * (PROJECTIONS * MAX_RANK)
+    if offset % 8 == 0:
+        if r <= 16:
+            _update(
+                y_at, weights + offset // 8 * 8, weights, inner, first, count, r, n, out, weight, rescaling,
+                share_stride, PROJECTIONS * MAX_RANK, SHARES, PADDED, BLOCK_M, BLOCK_N, 16, PDL,
+            )  # fmt: skip
+        else:
+            _update(
+                y_at, weights + offset // 8 * 8, weights, inner, first, count, r, n, out, weight, rescaling,
+                share_stride, PROJECTIONS * MAX_RANK, SHARES, PADDED, BLOCK_M, BLOCK_N, BLOCK_R, PDL,
+            )  # fmt: skip
+    else:
+        _update(
+            y_at, weights + offset, weights, inner, first, count, r, n, out, weight, rescaling,
+            share_stride, PROJECTIONS * MAX_RANK, SHARES, PADDED, BLOCK_M, BLOCK_N, 16, PDL,
+        )  # fmt: skip
+
+
+@triton.jit
+def _update(
+    y_at, b, weights, inner, first, count, rank, n, out, scale, rescaling, share_stride, ROW_STRIDE: tl.constexpr,
+    SHARES: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    r = tl.arange(0, BLOCK_R)
+    inside = (n < out)[None, :]
+    mask = (tl.arange(0, BLOCK_M) < count)[:, None] & inside
+    b_RN = tl.load(b + r[:, None] * out + n[None, :], mask=(r < rank)[:, None] & inside, other=0.0)
+    value = tl.load(y_at, mask=mask, other=0.0)
+    if PDL:
+        gdc_wait()
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    h_MR = add_shares(inner, first, count, rank, 0, ROW_STRIDE, share_stride, SHARES, PADDED, BLOCK_M, BLOCK_R)
+    acc = tl.dot(h_MR.to(b_RN.dtype), b_RN, acc, input_precision="ieee")
+    for r0 in range(BLOCK_R, rank, BLOCK_R):
+        h_MR = add_shares(inner, first, count, rank, r0, ROW_STRIDE, share_stride, SHARES, PADDED, BLOCK_M, BLOCK_R)
+        b_RN = tl.load(b + (r0 + r)[:, None] * out + n[None, :], mask=(r0 + r < rank)[:, None] & inside, other=0.0)
+        acc = tl.dot(h_MR.to(b_RN.dtype), b_RN, acc, input_precision="ieee")
+    total = value.to(tl.float32) + acc * scale
+    if rescaling >= 0:
+        m_N = tl.load(weights + rescaling + n, mask=n < out, other=0.0).to(tl.float32)
+        n_N = tl.load(weights + rescaling + out + n, mask=n < out, other=0.0).to(tl.float32)
+        total += m_N[None, :] * total + n_N[None, :]
+    tl.store(y_at, total.to(value.dtype), mask=mask)
+
+
+def _shrink_constants(cuts: Config, num_projections: int, features: int, pdl: bool) -> dict[str, int | bool]:
+    steps, shares = cuts.steps(features)
+    together = num_projections if cuts.together else 1
+    padded = triton.next_power_of_2(together)
+    return {
+        "PROJECTIONS": num_projections,
+        "TOGETHER": together,
+        "PADDED": padded,
+        "MAX_RANK": MAX_RANK,
+        "SHARES": shares,
+        "STEPS": steps,
+        "BLOCK_M": cuts.block_m,
+        "BLOCK_K": cuts.block_k,
+        "BLOCK_R": cuts.shrink_ranks,
+        "PDL": pdl,
+    }
+
+
+def _expand_constants(cuts: Config, out_features: tuple[int, ...], shares: int, pdl: bool) -> dict[str, object]:
+    return {
+        "OUT": tuple(out_features),
+        "PROJECTIONS": len(out_features),
+        "MAX_RANK": MAX_RANK,
+        "SHARES": shares,
+        "PADDED": triton.next_power_of_2(shares),
+        "BLOCK_M": cuts.block_m,
+        "BLOCK_N": cuts.block_n,
+        "BLOCK_R": cuts.expand_ranks,
+        "PDL": pdl,
+    }
+
+
+def specimens() -> Iterator[Specimen]:
+    """q, k, v of Llama 8B in every kind of call; its down projection at few rows."""
+    uses: list[tuple[Kind, str, tuple[int, ...], int]]
+    uses = [(kind, "*bf16", (4096, 1024, 1024), 4096) for kind in ("one", "few", "many", "steady")]
+    uses += [("few", "*fp16", (4096, 1024, 1024), 4096), ("few", "*bf16", (4096,), 14336)]
+    tables = {"row": "*i64", "start": "*i32", "slot": "*i32"}
+    sizes = dict.fromkeys(("num_rows", "num_segments", "num_slots"), "i32")
+    for kind, dtype, out, features in uses:
+        cuts = CONFIGS[kind, 90]
+        constants = _shrink_constants(cuts, len(out), features, False)
+        first = {"x": dtype, "weights": dtype, **tables, "offset_a": "*i64", "rank": "*i32", "inner": "*fp32"}
+        signature = {**first, **sizes, "features": "i32:16", "x_stride": "i32:16"}
+        signature |= dict.fromkeys(constants, "constexpr")
+        yield Specimen(_shrink, signature, constants, cuts.shrink_warps, cuts.shrink_stages)
+        constants = _expand_constants(cuts, out, cuts.steps(features)[1], False)
+        second = {"offset_b": "*i64", "rank": "*i32", "scale": "*fp32", "offset_c": "*i64", "inner": "*fp32"}
+        signature = {"y": dtype, "weights": dtype, **tables, **second, **sizes, "y_stride": "i32:16"}
+        signature |= dict.fromkeys(constants, "constexpr")
+        yield Specimen(_expand, signature, constants, cuts.expand_warps, cuts.expand_stages)
