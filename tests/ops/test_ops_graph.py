@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import peftkit_kernels as ops
 
@@ -46,11 +47,11 @@ class Layer:
         return replace(self, kv=self.kv.clone())
 
     @property
-    def segments(self) -> tuple[Tensor, ...]:
+    def segments(self) -> tuple[Tensor, Tensor, Tensor]:
         return ints(0, 2, dtype=torch.int64), ints(0, 2), ints(1)
 
     @property
-    def nested(self) -> tuple[Tensor, ...]:
+    def nested(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return ints(7, dtype=torch.uint8), torch.linspace(-1, 1, 256), torch.tensor([0.5]), torch.tensor(0.25)
 
 
@@ -108,7 +109,7 @@ def test_a_compiled_draw_is_the_eager_one(seed: int) -> None:
 def test_another_number_of_rows_is_the_same_graph(seed: int) -> None:
     weight, norm = torch.randn(6, 8), torch.randn(8)
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
 
     @torch.compile(fullgraph=True, backend=counter, dynamic=True)
     def block(x: Tensor) -> Tensor:

@@ -1,0 +1,94 @@
+"""Every Triton kernel compiles ahead of time, without a GPU, and spills no registers; the figures are printed."""
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("triton")
+
+from triton.runtime.jit import JITFunction
+
+import peftkit_kernels.triton as package
+from peftkit_kernels.triton.compile import compile_for
+
+if TYPE_CHECKING:
+    from peftkit_kernels.triton.compile import Specimen
+
+CAPABILITIES = (80, 90, 100)
+FULL = 90  # every specimen in bfloat16 there; elsewhere the first of each kernel, in float16 for the oldest
+DTYPES = {80: "*fp16", 90: "*bf16", 100: "*bf16"}
+MOST_REGISTERS = 255
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+"""Most shared memory of a program: CUDA's programming guide, "Technical Specifications per Compute Capability"."""
+
+
+@cache
+def modules() -> list[ModuleType]:
+    names = [info.name for info in pkgutil.iter_modules(package.__path__)]
+    found = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
+    return [module for module in found if hasattr(module, "specimens")]
+
+
+def specimens(capability: int) -> "Iterator[Specimen]":
+    """The kernels with the configurations that a card of this capability takes."""
+    for module in modules():
+        by_capability = bool(inspect.signature(module.specimens).parameters)
+        found = list(module.specimens(capability) if by_capability else module.specimens())
+        chosen = [specimen for specimen in found if not other_dtype(specimen, capability)]
+        first = {specimen.kernel.__name__: specimen for specimen in reversed(chosen)}
+        yield from chosen if capability == FULL else first.values()
+
+
+def other_dtype(specimen: "Specimen", capability: int) -> bool:
+    types = set(specimen.signature.values()) & set(DTYPES.values())
+    return bool(types) and DTYPES[capability] not in types
+
+
+def cases() -> list[object]:
+    return [
+        pytest.param(specimen, capability, id=f"{specimen.kernel.__name__}-{capability}-{i}")
+        for capability in CAPABILITIES
+        for i, specimen in enumerate(specimens(capability))
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize(("specimen", "capability"), cases())
+def test_a_kernel_compiles_and_keeps_its_registers(
+    specimen: "Specimen", capability: int, record_property: Callable[[str, object], None]
+) -> None:
+    compiled = compile_for(specimen, capability)
+    figures = {
+        "capability": capability,
+        "registers": compiled.registers,
+        "spills": compiled.spills,
+        "shared_bytes": compiled.shared_bytes,
+        "warps": specimen.num_warps,
+        "stages": specimen.num_stages,
+    }
+    for name, value in figures.items():
+        record_property(name, value)
+    print(specimen.kernel.__name__, dict(specimen.constants), figures)
+    assert compiled.spills == 0
+    assert compiled.registers <= MOST_REGISTERS
+    assert compiled.registers * specimen.num_warps * 32 <= 1 << 16
+    assert compiled.shared_bytes <= SHARED_BYTES[capability]
+
+
+def test_every_kernel_is_compiled_or_part_of_one_that_is() -> None:
+    kernels = {
+        value.__name__: value
+        for info in pkgutil.iter_modules(package.__path__)
+        for value in vars(importlib.import_module(f"{package.__name__}.{info.name}")).values()
+        if isinstance(value, JITFunction) and value.__module__.startswith(package.__name__)
+    }
+    compiled = {specimen.kernel.__name__ for specimen in specimens(FULL)}
+    sources = {name: kernel.src for name, kernel in kernels.items()}
+    parts = {name for name in kernels for other in kernels if name != other and f" {name}(" in sources[other]}
+    assert kernels and not kernels.keys() - compiled - parts
