@@ -2,12 +2,13 @@
 
 A text prompt gets one BOS where the tokenizer's own rule adds it and nothing else. A conversation is rendered by the
 base's chat template and tokenised as it stands, for the template writes its own special tokens. Spans are found in the
-rendered text by offsets, never by looking for ids.
+rendered text by offsets, never by looking for ids. Messages and tools have the OpenAI API's shapes.
 """
 
 import hashlib
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
@@ -16,8 +17,11 @@ from transformers import PreTrainedTokenizerBase
 from peftkit.errors import DataError, did_you_mean
 
 Messages = Sequence[Mapping[str, Any]]
+Message = dict[str, Any]
 
 ROLES = ("system", "user", "assistant", "tool")
+_OF_ROLE = {"assistant": ("tool_calls",), "tool": ("tool_call_id",)}
+"""What a message may have beyond role, content and name."""
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARK = "zqPeftkitContentqz"
 """Stands in for a message's content to see where the template puts it: letters only, so that no filter changes it."""
@@ -47,6 +51,12 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     return [bos, *ids]
 
 
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text that stands by itself: one BOS where the tokenizer adds it, and the end token."""
+    ids, end = encode_prompt(tokenizer, text), end_of_turn(tokenizer)
+    return ids if ids[-1:] == [end] else [*ids, end]
+
+
 def encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str) -> tuple[list[int], int]:
     """Token ids of prompt + completion + end of turn, and how many of them are the prompt's.
 
@@ -73,33 +83,44 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def render_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, add_generation_prompt: bool = True
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, add_generation_prompt: bool = True, *, tools: object = None
 ) -> list[int]:
     """Token ids of a conversation, by default up to where the assistant's next answer begins.
 
-    Messages have `role` (system, user, assistant, tool) and `content`, a string or a list of text parts. Raises
-    `DataError` (its `field` names the message) for anything else, and where the template refuses the conversation.
+    Messages have `role` (system, user, assistant, tool) and `content`, a string or a list of text parts; an assistant's
+    may have `tool_calls` and `tools` are their definitions. Raises `DataError` (its `field` names the message) for
+    anything else, where the template refuses the conversation, and where it leaves out calls, tools or their results.
     """
-    checked = check_messages(messages)
-    return _plain_ids(tokenizer, _render(tokenizer, checked, add_generation_prompt=add_generation_prompt))
+    checked, known = check_messages(messages), check_tools(tools)
+    check_tools_shown(tokenizer, checked, known)
+    return _plain_ids(tokenizer, _render(tokenizer, checked, known, add_generation_prompt=add_generation_prompt))
 
 
-def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[list[int], list[bool]]:
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    *,
+    tools: object = None,
+    turns: Collection[int] | None = None,
+) -> tuple[list[int], list[bool]]:
     """Token ids of a whole conversation, and for each whether it is trained on.
 
-    Trained are the assistant's turns from the place where generation would begin, each with its end-of-turn token.
-    Spans are the template's `{% generation %}` blocks, else they are found by rendering the conversation up to each
-    turn. Raises `DataError` where they can't be found, or where no end-of-turn token follows a turn.
+    Trained are the assistant's turns from the place where generation would begin, each with its end-of-turn token: all
+    of them, or those whose message's index is among `turns`. Spans are the template's `{% generation %}` blocks, else
+    they are found by rendering the conversation up to each turn. Raises `DataError` where they can't be found, or where
+    no end-of-turn token follows a turn.
     """
-    checked = check_messages(messages)
-    turns = [i for i, message in enumerate(checked) if message["role"] == "assistant"]
-    if not turns:
+    checked, known = check_messages(messages), check_tools(tools)
+    answers = [i for i, message in enumerate(checked) if message["role"] == "assistant"]
+    chosen = [i for i in answers if turns is None or i in turns]
+    if not chosen:
         raise DataError("messages: there is no assistant message to train on", field="messages")
-    text = _render(tokenizer, checked)
+    check_tools_shown(tokenizer, checked, known)
+    text = _render(tokenizer, checked, known)
     if _GENERATION_BLOCK.search(tokenizer.get_chat_template()):
-        spans = _marked_spans(tokenizer, checked)
+        spans = _chosen(_marked_spans(tokenizer, checked, known), answers, chosen)
     else:
-        spans = [_span(tokenizer, checked, turn, text) for turn in turns]
+        spans = [_span(tokenizer, checked, known, turn, text) for turn in chosen]
     ids, offsets = _tokenise(tokenizer, text, [start for start, _ in spans])
     trained = [False] * len(ids)
     for start, end in spans:
@@ -109,27 +130,105 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple
     return ids, trained
 
 
-def check_messages(messages: object) -> list[dict[str, str]]:
-    """Messages with content as one string each; raises `DataError` whose `field` names what is wrong."""
+def check_messages(messages: object) -> list[Message]:
+    """Messages with content as one string each and calls' arguments as objects; raises `DataError` whose `field` names
+    what is wrong."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise DataError("messages: must be a list of at least one message", field="messages")
     return [_check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def _check_message(message: object, where: str) -> dict[str, str]:
+def check_tools(tools: object) -> list[Message]:
+    """Tool definitions, [] for none; raises `DataError` whose `field` names what is wrong."""
+    if tools is None:
+        return []
+    if not isinstance(tools, (list, tuple)):
+        raise DataError(f"tools: must be a list of tools, not {tools!r}", field="tools")
+    for i, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise DataError(f"tools[{i}].function: must be an object with a name", field=f"tools[{i}].function")
+    return [dict(tool) for tool in tools]
+
+
+def check_tools_shown(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: list[Message]) -> None:
+    """Raises `DataError` where the template leaves out a call, a tool's result or a tool that it is given."""
+    marks: dict[str, str] = {}
+
+    def mark(field: str) -> str:
+        marks[field] = f"{_MARK}{len(marks)}{_MARK}"
+        return marks[field]
+
+    def named(call: Message, field: str) -> Message:
+        return {**call, "function": {**call["function"], "name": mark(field)}}
+
+    marked = []
+    for i, message in enumerate(messages):
+        if calls := message.get("tool_calls"):
+            message = {**message, "tool_calls": [named(call, f"messages[{i}].tool_calls") for call in calls]}
+        elif message["role"] == "tool":
+            message = {**message, "content": mark(f"messages[{i}].content")}
+        marked.append(message)
+    marked_tools = [named(tool, "tools") for tool in tools]
+    if not marks:
+        return
+    text = _render(tokenizer, marked, marked_tools)
+    for field, wanted in marks.items():
+        if wanted not in text:
+            raise DataError(
+                f"{field}: the base's chat template leaves this out, so the model would never see it", field=field
+            )
+
+
+def _check_message(message: object, where: str) -> Message:
     if not isinstance(message, Mapping):
         raise DataError(f"{where}: must be an object with role and content, not {message!r}", field=where)
     role = message.get("role")
     if role not in ROLES:
         hint = did_you_mean(str(role), ROLES) or f"; it must be one of {', '.join(ROLES)}"
         raise DataError(f"{where}.role: {role!r}{hint}", field=f"{where}.role")
+    known = ("role", "content", "name", *_OF_ROLE.get(role, ()))
     for key in message:
         # an absent tool call is often written as null
-        if key not in ("role", "content", "name") and message[key] is not None:
-            raise DataError(f"{where}.{key}: isn't supported; a message has role and content", field=f"{where}.{key}")
-    checked = {"role": str(role), "content": _text(message.get("content"), f"{where}.content")}
-    if isinstance(message.get("name"), str):
-        checked["name"] = message["name"]
+        if key not in known and message[key] is not None:
+            raise DataError(
+                f"{where}.{key}: isn't supported; a message of role {role} has {', '.join(known)}",
+                field=f"{where}.{key}",
+            )
+    calls = _check_calls(message.get("tool_calls"), f"{where}.tool_calls")
+    content = message.get("content")
+    checked: Message = {
+        "role": str(role),
+        "content": "" if content is None and calls else _text(content, f"{where}.content"),
+    }
+    if calls:
+        checked["tool_calls"] = calls
+    for key in ("name", "tool_call_id"):
+        if isinstance(message.get(key), str):
+            checked[key] = message[key]
+    return checked
+
+
+def _check_calls(calls: object, where: str) -> list[Message]:
+    """Tool calls with their arguments as objects, which is how templates print them; [] for none."""
+    if calls is None:
+        return []
+    if not isinstance(calls, (list, tuple)):
+        raise DataError(f"{where}: must be a list of calls, not {calls!r}", field=where)
+    checked = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise DataError(f"{where}: each call needs a function with a name and arguments", field=where)
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{where}: the arguments aren't JSON: {error}", field=where) from error
+        if not isinstance(arguments, Mapping):
+            raise DataError(f"{where}: the arguments must be a JSON object", field=where)
+        checked.append({**call, "type": "function", "function": {**function, "arguments": dict(arguments)}})
     return checked
 
 
@@ -152,12 +251,19 @@ def _plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, add_generation_prompt: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    tools: list[Message],
+    *,
+    add_generation_prompt: bool = False,
 ) -> str:
+    given: list[Any] | None = tools or None
     if not tokenizer.chat_template:
         raise DataError("messages: the base's tokenizer has no chat template; give prompt and completion instead")
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        text = tokenizer.apply_chat_template(
+            messages, tools=given, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
     except TemplateError as error:
         raise DataError(f"messages: the chat template refuses them ({error})", field="messages") from None
     assert isinstance(text, str)
@@ -183,10 +289,27 @@ def _tokenise(
     return ids + rest.input_ids, offsets + [(first + begin, last + begin) for first, last in rest.offset_mapping]
 
 
-def _marked_spans(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[tuple[int, int]]:
+def _chosen(spans: list[tuple[int, int]], answers: list[int], chosen: list[int]) -> list[tuple[int, int]]:
+    """Those of a template's marked spans that belong to the chosen turns."""
+    if len(chosen) == len(answers):
+        return spans
+    if len(spans) != len(answers):
+        raise DataError(
+            f"messages: the chat template marks {len(spans)} answers of {len(answers)}, so it can't be told which of "
+            "them train",
+            field="messages",
+        )
+    return [span for span, turn in zip(spans, answers, strict=True) if turn in chosen]
+
+
+def _marked_spans(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Message]
+) -> list[tuple[int, int]]:
     """Characters that the template's generation blocks cover, one span a block."""
+    given: list[Any] | None = tools or None
     encoded: Any = tokenizer.apply_chat_template(
         messages,
+        tools=given,
         return_dict=True,
         return_assistant_tokens_mask=True,
         tokenizer_kwargs={"return_offsets_mapping": True},
@@ -202,18 +325,22 @@ def _marked_spans(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, s
     return spans
 
 
-def _span(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], turn: int, text: str) -> tuple[int, int]:
+def _span(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Message], turn: int, text: str
+) -> tuple[int, int]:
     """First and one past the last character in `text` of what the assistant generates in one turn, without its end.
 
-    … <|im_start|>assistant\\n | The answer. | <|im_end|>\\n<|im_start|>user …
+    … <|im_start|>assistant\n | The answer. | <|im_end|>\n<|im_start|>user …
          rendered up to here ^             ^ from here on as with another answer
     """
+    prompt = _render(tokenizer, messages[:turn], tools, add_generation_prompt=True) if turn else ""
+    if messages[turn].get("tool_calls"):
+        return _calling_span(_render(tokenizer, messages[: turn + 1], tools), turn, prompt, text)
     marked = [*messages[:turn], {**messages[turn], "content": _MARK}, *messages[turn + 1 :]]
-    before, found, after = _render(tokenizer, marked).partition(_MARK)
+    before, found, after = _render(tokenizer, marked, tools).partition(_MARK)
     if not found or _MARK in after or not text.endswith(after):
         raise DataError(f"messages[{turn}]: where the chat template puts this answer can't be found", field="messages")
     end = len(text) - len(after)
-    prompt = _render(tokenizer, messages[:turn], add_generation_prompt=True) if turn else ""
     # some templates render a conversation's start differently once it goes on: then the answer itself is all there is
     start = next((len(head) for head in (prompt, before) if head and text.startswith(head) and len(head) <= end), None)
     if start is None:
@@ -221,6 +348,14 @@ def _span(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], tu
             f"messages[{turn}]: where this answer begins in the chat template can't be found", field="messages"
         )
     return start, end
+
+
+def _calling_span(whole: str, turn: int, prompt: str, text: str) -> tuple[int, int]:
+    """The span of a turn that calls tools, its end within: what the conversation up to it adds to its prompt."""
+    whole = whole.rstrip()
+    if not (prompt and whole.startswith(prompt) and text.startswith(whole)):
+        raise DataError(f"messages[{turn}]: where the chat template puts these calls can't be found", field="messages")
+    return len(prompt), len(whole)
 
 
 def _end_with_turn(

@@ -28,10 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from peftkit import resources
 from peftkit.chat import end_of_turn
-from peftkit.data import ChatRow, Row, read_rows
-from peftkit.data.dataset import encode_row
+from peftkit.data import Row, Sample, encode_row, read_rows
 from peftkit.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -88,8 +86,8 @@ def read_examples(
     `name` may be `example:SET/FILE.jsonl`. Prompts are cut from the left to `max_length` tokens with the reference.
     Raises DataError with file and line.
     """
-    rows = read_rows(resources.find(name), name=name)
-    examples = [_example(row, tokenizer, max_length) for row in islice(rows, limit)]
+    rows = read_rows(name)
+    examples = [example for row in islice(rows, limit) for example in _examples(row, tokenizer, max_length)]
     if num_truncated := sum(example.truncated for example in examples):
         logger.info(
             "%s: %d of %d rows are longer than %d tokens: their prompts' beginnings are cut away",
@@ -139,16 +137,19 @@ def nll(
     return _ratio("nll", terms)
 
 
-def _example(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Example:
-    sample = encode_row(row, tokenizer, max_length)
+def _examples(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[Example]:
+    """One example, or as many as a long text has samples."""
+    return [_example(row, sample, tokenizer) for sample in encode_row(row, tokenizer, max_length)]
+
+
+def _example(row: Row, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Example:
     ids, trained = sample.ids.tolist(), sample.trained.tolist()
     end = len(trained) - trained[::-1].index(True)
     start = end - trained[:end][::-1].index(False)
     reference_ids = ids[start:end]
     if reference_ids[-1] == end_of_turn(tokenizer):
         reference_ids.pop()
-    reference = row.messages[-1]["content"] if isinstance(row, ChatRow) else row.completion
-    return Example(row.where, reference, tuple(ids[:start]), tuple(reference_ids), sample.truncated)
+    return Example(row.where, row.reference, tuple(ids[:start]), tuple(reference_ids), sample.truncated)
 
 
 def _ratio(metric: Metric, terms: Sequence[tuple[float, float]]) -> Score:

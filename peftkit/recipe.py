@@ -40,22 +40,30 @@ class Data(_Section):
     """What is trained on."""
 
     train: str = ""
-    """JSONL file of training rows, or `example:SET/train.jsonl`; needed."""
+    """Training rows: a JSONL, JSON, CSV, Parquet or text file, a folder of `datasets`, a hub id; needed."""
     valid: str | None = None
-    """JSONL file of held-out rows; null trains without evaluation."""
-    format: Literal["auto", "completion", "chat"] = "auto"
-    """completion: rows with prompt and completion; chat: rows with messages; auto: by the first row's fields."""
+    """Held-out rows; null trains without evaluation."""
+    format: Literal["auto", "completion", "chat", "instruction", "text"] = "auto"
+    """What rows hold: prompt and completion, messages, instruction and output, or text; auto: by the first row."""
+    turns: Literal["all", "last"] = "all"
+    """Which of the assistant's turns of a chat are trained; a message with `train: false` never is."""
     max_length: int = Field(default=512, ge=2)
     """Most tokens of a row; longer prompts are cut from the left and longer chats lose their oldest turns."""
-    packing: Literal["auto", False] = "auto"
-    """auto pads where the attention in use can't keep packed rows apart (today everywhere); false always pads."""
+    too_long: Literal["error", "drop"] = "error"
+    """What becomes of a row whose answer alone doesn't fit max_length."""
+    packing: Literal["auto"] | bool = "auto"
+    """Several rows end to end in one of max_length tokens; auto: where the attention can keep them apart."""
+    streaming: bool = False
+    """Read and encode training rows while training, shuffled within 1024 of them; needs train.max_steps."""
+    allow_overlap: bool = False
+    """Train although rows of valid are among those of train; false makes that an error."""
 
 
 class Optim(_Section):
     """The optimiser and its learning rate."""
 
-    name: Literal["auto", "adamw"] = "auto"
-    """auto is adamw: AdamW with float32 moments."""
+    name: Literal["auto", "adamw", "adamw_8bit", "paged_adamw_8bit"] = "auto"
+    """auto is adamw: AdamW with float32 moments; 8-bit moments take a quarter, paged ones leave a full GPU."""
     lr: float = Field(default=2.0e-4, gt=0)
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
@@ -142,7 +150,9 @@ class Recipe(_Section):
     @model_validator(mode="after")
     def _has_data(self) -> Self:
         if not self.data.train:
-            raise ValueError("data.train is missing: name a JSONL file of training rows")
+            raise ValueError("data.train is missing: name a file of training rows")
+        if self.data.streaming and self.train.max_steps is None:
+            raise ValueError("data.streaming needs train.max_steps: how many rows a stream has isn't known")
         return self
 
 

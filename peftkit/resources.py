@@ -4,7 +4,7 @@ import site
 import sysconfig
 from pathlib import Path, PurePosixPath
 
-from peftkit.errors import DataError, did_you_mean
+from peftkit.errors import DataError, InputError, did_you_mean
 
 _PACKAGE = Path(__file__).resolve().parent
 _EXAMPLES = _PACKAGE / "data" / "examples"
@@ -24,12 +24,17 @@ def find(path: str | Path) -> Path:
 
     The path as typed if it exists, else a shipped file of that name, else the path as typed, so that an error names
     what the user wrote. `example:sentiment/train.jsonl` names an example data set; one that isn't there raises
-    `DataError`.
+    `DataError`, and what can't be a path `InputError`.
     """
     text = str(path)
     if text.startswith(_PREFIX):
         return _example(text.removeprefix(_PREFIX))
-    typed = Path(path).expanduser()
+    if "\0" in text:
+        raise InputError(f"{text!r} is no path: it holds a NUL character")
+    try:
+        typed = Path(path).expanduser()
+    except RuntimeError as error:
+        raise InputError(f"{text!r} is no path: there is no such user's home folder; write ./~… for a name") from error
     return typed if typed.exists() else shipped(text) or typed
 
 

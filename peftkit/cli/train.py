@@ -41,6 +41,11 @@ def _plan_text(plan: "DryRun") -> str:
         f"train {_data_text(plan.train)}",
         *([f"valid {_data_text(plan.valid)}"] if plan.valid else []),
         f"{plan.steps:,} steps",
+        (
+            f"rows packed: {plan.padding:.1%} padding instead of {plan.unpacked_padding:.1%}"
+            if plan.packed
+            else f"{plan.padding:.1%} padding"
+        ),
         "",
         "memory while training (an estimate)",
         *(f"  {name:<12}{_megabytes(size):>10}" for name, size in plan.memory.parts().items()),
@@ -62,7 +67,8 @@ def _data_text(facts: dict[str, str | int]) -> str:
 def _summary_text(summary: "RunSummary") -> str:
     rate = f", {summary.tokens_per_s:.0f} tokens/s" if summary.tokens_per_s else ""
     peak = _megabytes(summary.peak_memory_bytes)
-    lines = [f"{summary.steps:,} steps in {summary.seconds:.0f} s{rate}, peak memory {peak}"]
+    padding = f"{summary.padding:.1%} of what was computed was padding" + (", rows packed" if summary.packed else "")
+    lines = [f"{summary.steps:,} steps in {summary.seconds:.0f} s{rate}, peak memory {peak}", padding]
     if summary.train_loss is not None:
         lines.append(f"loss {summary.train_loss:.4f} at the last step")
     if summary.best_loss is not None:

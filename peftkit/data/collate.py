@@ -4,12 +4,14 @@ B rows, T tokens of the longest row.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from peftkit.data.dataset import Sample
+from peftkit.data.encode import Sample
+from peftkit.data.packing import PADDING
 
 IGNORED = -100
 """Label of a token that is no target."""
@@ -23,43 +25,62 @@ class Batch:
     attention_mask_BT: Tensor
     """1 at a row's own tokens, 0 at padding."""
     position_ids_BT: Tensor
-    """0, 1, 2, … over a row's own tokens."""
+    """0, 1, 2, … over a sample's own tokens."""
     labels_BT: Tensor
     """The token itself where it is trained, IGNORED elsewhere; a model predicts it from the position before."""
     num_tokens: int
     """Tokens without padding."""
     num_target_tokens: int
+    segments_BT: Tensor | None = None
+    """Which of a packed row's samples each token belongs to; None where a row is one sample."""
+
+    @property
+    def num_positions(self) -> int:
+        """Tokens with padding: what is computed."""
+        return self.input_ids_BT.numel()
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`."""
-        return Batch(
-            self.input_ids_BT.to(device, non_blocking=True),
-            self.attention_mask_BT.to(device, non_blocking=True),
-            self.position_ids_BT.to(device, non_blocking=True),
-            self.labels_BT.to(device, non_blocking=True),
-            self.num_tokens,
-            self.num_target_tokens,
-        )
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        moved = {name: v.to(device, non_blocking=True) for name, v in values.items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
 
 
 def collate(samples: Sequence[Sample]) -> Batch:
-    """Pads `samples` on the right to the longest of them, with id 0."""
-    assert samples, "a batch has at least one row"
-    lengths = torch.tensor([len(sample.ids) for sample in samples])
-    T = int(lengths.max())
-    input_ids = torch.zeros(len(samples), T, dtype=torch.long)
-    labels = torch.full((len(samples), T), IGNORED, dtype=torch.long)
-    for row, sample in enumerate(samples):
-        ids = torch.from_numpy(sample.ids).long()
-        trained = torch.from_numpy(sample.trained)
-        input_ids[row, : len(ids)] = ids
-        labels[row, : len(ids)] = torch.where(trained, ids, IGNORED)
-    mask = (torch.arange(T) < lengths[:, None]).long()
+    """One sample a row, padded on the right to the longest of them, with id 0."""
+    return _collate([[sample] for sample in samples])
+
+
+def collate_packed(rows: Sequence[Sequence[Sample]]) -> Batch:
+    """Each row's samples end to end, padded on the right to the longest row, with id 0."""
+    return _collate(rows, packed=True)
+
+
+def _collate(rows: Sequence[Sequence[Sample]], *, packed: bool = False) -> Batch:
+    assert rows and all(rows), "a batch has at least one row, a row at least one sample"
+    lengths = torch.tensor([sum(len(sample.ids) for sample in row) for row in rows])
+    shape = (len(rows), int(lengths.max()))
+    input_ids = torch.zeros(shape, dtype=torch.long)
+    positions = torch.zeros(shape, dtype=torch.long)
+    labels = torch.full(shape, IGNORED, dtype=torch.long)
+    segments = torch.full(shape, PADDING, dtype=torch.long)
+    for index, row in enumerate(rows):
+        start = 0
+        for segment, sample in enumerate(row):
+            own = slice(start, start + len(sample.ids))
+            ids = torch.from_numpy(sample.ids.astype(np.int64))
+            input_ids[index, own] = ids
+            labels[index, own] = torch.where(torch.from_numpy(sample.trained), ids, IGNORED)
+            positions[index, own] = torch.arange(len(ids))
+            segments[index, own] = segment
+            start += len(ids)
+        positions[index, start:] = 0 if packed else max(start - 1, 0)
     return Batch(
         input_ids_BT=input_ids,
-        attention_mask_BT=mask,
-        position_ids_BT=(mask.cumsum(-1) - 1).clamp(min=0),
+        attention_mask_BT=(segments != PADDING).long(),
+        position_ids_BT=positions,
         labels_BT=labels,
         num_tokens=int(lengths.sum()),
         num_target_tokens=int((labels != IGNORED).sum()),
+        segments_BT=segments if packed else None,
     )

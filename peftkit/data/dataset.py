@@ -1,48 +1,74 @@
-"""Rows → token ids with the trained part marked.
+"""Data that is held encoded in memory, and data that is encoded as it is read."""
 
-A prompt longer than fits is cut from the left (a leading BOS stays), a longer chat loses its oldest turns, whole; what
-was cut is counted. What is trained is never cut: a row whose completion doesn't fit is an error.
-"""
-
-import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 
-import numpy as np
-import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from peftkit import resources
-from peftkit.chat import encode_chat, encode_completion
-from peftkit.data.formats import ChatRow, CompletionRow, Format, Row, read_rows
+from peftkit.data.encode import Sample, TooLongError, Turns, encode_row
+from peftkit.data.formats import Format, Row, read_rows, row_key
+from peftkit.data.sources import Source, open_source
 from peftkit.errors import DataError
 
-Ids = npt.NDArray[np.int32]
-Mask = npt.NDArray[np.bool_]
+POOL_ROWS = 1024
+"""Rows of a stream that are drawn from at a time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One row as the model sees it: both arrays have one entry a token; `trained` is never set at position 0."""
+class Encoding:
+    """How rows become samples."""
+
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
+    """Most tokens of a sample."""
+    format: Format = "auto"
+    turns: Turns = "all"
+    """Which of the assistant's turns of a chat are trained."""
+    drop_too_long: bool = False
+    """Leave out rows whose answer doesn't fit; else they are an error."""
+
+    def read(self, source: Source, start: int = 0) -> Iterator["Encoded"]:
+        """The rows of a source from `start` on, encoded one by one."""
+        return map(self.encode, read_rows(source, self.format, start=start))
+
+    def encode(self, row: Row) -> "Encoded":
+        """One row as samples, none where it is dropped."""
+        try:
+            samples = encode_row(row, self.tokenizer, self.max_length, turns=self.turns)
+        except TooLongError:
+            if not self.drop_too_long:
+                raise
+            samples = []
+        return Encoded(row.where, row_key(row), samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One row's samples: none where it was dropped."""
 
     where: str
-    """File and line, for messages."""
-    ids: Ids
-    trained: Mask
-    truncated: bool = False
-    """Part of the prompt or the oldest turns were cut away."""
+    key: bytes
+    """What rows of the same content share."""
+    samples: list[Sample]
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A data file, encoded."""
+    """Encoded rows."""
 
     name: str
-    """The path as a user wrote it."""
+    """The source as a user wrote it."""
     sha256: str
-    """Hex hash of the file's bytes."""
+    """Hex hash of the source's bytes."""
     samples: Sequence[Sample]
+    keys: dict[bytes, str] = field(default_factory=dict)
+    """Key of each distinct row → where it stands."""
+    num_rows: int = 0
+    """Rows read, those that were dropped among them."""
+    num_dropped: int = 0
+    """Rows left out because their answer doesn't fit."""
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -61,67 +87,101 @@ class Dataset:
     def num_truncated(self) -> int:
         return sum(sample.truncated for sample in self.samples)
 
+    @property
+    def num_repeated(self) -> int:
+        """Rows that say the same as one before them."""
+        return self.num_rows - len(self.keys)
+
     def facts(self) -> dict[str, str | int]:
         """What a run's record says of its data."""
         return {
             "path": self.name,
             "sha256": self.sha256,
-            "rows": len(self.samples),
+            "rows": self.num_rows,
+            "samples": len(self.samples),
             "tokens": self.num_tokens,
             "target_tokens": self.num_target_tokens,
             "truncated_rows": self.num_truncated,
+            "dropped_rows": self.num_dropped,
+            "repeated_rows": self.num_repeated,
         }
 
 
-def load_dataset(name: str, tokenizer: PreTrainedTokenizerBase, *, format: Format = "auto", max_length: int) -> Dataset:
-    """Reads and encodes a JSONL file; `name` may be `example:SET/FILE.jsonl`. Raises DataError with file and line."""
-    path = resources.find(name)
-    samples = [encode_row(row, tokenizer, max_length) for row in read_rows(path, format, name=name)]
-    return Dataset(name=name, sha256=hashlib.sha256(path.read_bytes()).hexdigest(), samples=samples)
+@dataclass(frozen=True)
+class Stream:
+    """Rows that are encoded while they are trained on; only the first `POOL_ROWS` are known beforehand."""
+
+    source: Source
+    encoding: Encoding
+    head: Dataset
+    """The first rows."""
+
+    @property
+    def name(self) -> str:
+        """The source as a user wrote it."""
+        return self.source.name
+
+    @property
+    def sha256(self) -> str:
+        """Hex hash over the source's size, beginning and end."""
+        return self.head.sha256
+
+    def read(self, start: int) -> Iterator[Encoded]:
+        """The rows from `start` on, encoded."""
+        return self.encoding.read(self.source, start)
+
+    def facts(self) -> dict[str, str | int]:
+        """What a run's record says of its data: the figures are those of the first rows."""
+        return {**self.head.facts(), "streamed": True}
 
 
-def encode_row(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Sample:
-    """One row as ids with its trained part marked, at most `max_length` tokens. Raises DataError."""
-    if isinstance(row, ChatRow):
-        return _encode_chat(row, tokenizer, max_length)
-    return _encode_completion(row, tokenizer, max_length)
+def load_dataset(
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    format: Format = "auto",
+    turns: Turns = "all",
+    drop_too_long: bool = False,
+) -> Dataset:
+    """Reads and encodes a source (see `sources`); `name` may be `example:SET/FILE.jsonl`.
+
+    Raises DataError with source and row, also where no row is left.
+    """
+    source = open_source(name)
+    encoding = Encoding(tokenizer, max_length, format, turns, drop_too_long)
+    return collect(source, encoding.read(source), source.digest(False), max_length)
 
 
-def _encode_completion(row: CompletionRow, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Sample:
-    ids, num_prompt = encode_completion(tokenizer, row.prompt, row.completion)
-    num_completion = len(ids) - num_prompt
-    if num_prompt == 0:
-        raise DataError(f"{row.where}: prompt is empty: the completion's first token has nothing to follow")
-    if num_completion >= max_length:
+def open_stream(
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    format: Format = "auto",
+    turns: Turns = "all",
+    drop_too_long: bool = False,
+) -> Stream:
+    """Opens a source to be encoded while it is trained on. Raises DataError for what is wrong with its first rows."""
+    source = open_source(name, streaming=True)
+    encoding = Encoding(tokenizer, max_length, format, turns, drop_too_long)
+    head = collect(source, islice(encoding.read(source), POOL_ROWS), source.digest(True), max_length)
+    return Stream(source, encoding, head)
+
+
+def collect(source: Source, rows: Iterator[Encoded], sha256: str, max_length: int) -> Dataset:
+    """Holds encoded rows in memory. Raises DataError where none is left."""
+    samples: list[Sample] = []
+    keys: dict[bytes, str] = {}
+    num_rows = dropped = 0
+    for row in rows:
+        num_rows += 1
+        dropped += not row.samples
+        keys.setdefault(row.key, row.where)
+        samples += row.samples
+    if not samples:
         raise DataError(
-            f"{row.where}: the completion is {num_completion} tokens and would be cut away: "
-            f"set data.max_length to {num_completion + 1} or more, or shorten it"
+            f"{source.name}: no row is left: the answers of all {num_rows} rows are longer than data.max_length "
+            f"{max_length}"
         )
-    cut = max(len(ids) - max_length, 0)
-    if cut:
-        keep = 1 if num_prompt > cut and ids[0] == tokenizer.bos_token_id else 0
-        ids = ids[:keep] + ids[keep + cut :]
-        num_prompt -= cut
-    trained = np.arange(len(ids)) >= num_prompt
-    return Sample(row.where, np.asarray(ids, dtype=np.int32), trained, truncated=cut > 0)
-
-
-def _encode_chat(row: ChatRow, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Sample:
-    messages = list(row.messages)
-    head = [turn for turn in messages[:1] if turn["role"] == "system"]
-    turns = messages[len(head) :]
-    starts = [0, *(i for i, turn in enumerate(turns) if i and turn["role"] == "user")]
-    length = 0
-    for start in starts:
-        try:
-            ids, trained = encode_chat(tokenizer, head + turns[start:])
-        except DataError as error:
-            raise DataError(f"{row.where}: {error}", field=error.field) from error
-        length = len(ids)
-        if length <= max_length:
-            mask = np.asarray(trained, dtype=np.bool_)
-            return Sample(row.where, np.asarray(ids, dtype=np.int32), mask, truncated=start > 0)
-    raise DataError(
-        f"{row.where}: the last exchange alone is {length} tokens and would be cut away: "
-        f"set data.max_length to {length} or more, or shorten it"
-    )
+    return Dataset(source.name, sha256, samples, keys, num_rows, dropped)

@@ -202,8 +202,10 @@ class Prefix(Method):
         mask = kwargs.get("attention_mask")
         if mask is None:
             mask = torch.ones(B, T + (0 if cache is None else cache.get_seq_length()), device=text.device)
-        if not isinstance(mask, Tensor) or mask.dim() != 2:
-            raise UnsupportedError(f"{self.kind} needs a two-dimensional attention mask (batch, length)")
+        if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
+            raise UnsupportedError(
+                f"{self.kind} needs an attention mask (batch, length) or booleans (batch, 1, length, length)"
+            )
         kwargs["position_ids"] = text_positions(kwargs.get("position_ids"), mask, T) + self._view[0]
         self._kv_L2KVD = self._encoder().view(self._view).permute(1, 2, 3, 0, 4)
         return (), kwargs

@@ -86,10 +86,10 @@ class SoftPrompt(Method):
         self._prepended = cached == 0
         mask = self._text_mask(kwargs.get("attention_mask"), B, T + max(cached - V, 0), embeds.device)
         window = getattr(self._model.config, "sliding_window", None)
-        if window is not None and V + mask.shape[1] > window:
+        if window is not None and V + mask.shape[-1] > window:
             raise UnsupportedError(
-                f"{self.config.kind}: {mask.shape[1]} tokens behind {V} virtual ones pass this base's attention window "
-                f"of {window}, which would hide the virtual ones: use shorter rows, or prefix or ptuning_v2"
+                f"{self.config.kind}: {mask.shape[-1]} tokens behind {V} virtual ones pass this base's attention "
+                f"window of {window}, which would hide the virtual ones: use shorter rows, or prefix or ptuning_v2"
             )
         positions = text_positions(kwargs.get("position_ids"), mask, T) + V
         if self._prepended:
@@ -100,7 +100,7 @@ class SoftPrompt(Method):
             input_ids=None,
             inputs_embeds=embeds,
             position_ids=positions,
-            attention_mask=torch.cat([mask.new_ones(B, V), mask], 1),
+            attention_mask=_in_front(mask, V),
         )
         return (), kwargs
 
@@ -112,7 +112,26 @@ class SoftPrompt(Method):
     def _text_mask(self, mask: Any, batch: int, length: int, device: torch.device) -> Tensor:
         if mask is None:
             return torch.ones(batch, length, dtype=torch.long, device=device)
-        if not isinstance(mask, Tensor) or mask.dim() != 2:
-            raise UnsupportedError("prompt tuning needs a two-dimensional attention mask (batch, length)")
-        assert mask.shape[1] == length, f"mask covers {mask.shape[1]} text positions, cache and input {length}"
+        if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
+            raise UnsupportedError(
+                "prompt tuning needs an attention mask (batch, length) or (batch, 1, length, length)"
+            )
+        assert mask.shape[-1] == length, f"mask covers {mask.shape[-1]} text positions, cache and input {length}"
         return mask
+
+
+def _in_front(mask: Tensor, num_virtual: int) -> Tensor:
+    """A text's mask (B, T) or (B, 1, T, T) with virtual tokens in front that each text token sees.
+
+    They see only themselves, so that they are the same to every one of a packed row's samples.
+    """
+    if mask.dim() == 2:
+        return torch.cat([mask.new_ones(mask.shape[0], num_virtual), mask], 1)
+    B, _, T, _ = mask.shape
+    seen, hidden = (True, False) if mask.dtype == torch.bool else (0.0, torch.finfo(mask.dtype).min)
+    whole = mask.new_full((B, 1, num_virtual + T, num_virtual + T), hidden)
+    whole[..., :num_virtual] = seen
+    later = torch.ones(num_virtual, num_virtual, dtype=torch.bool, device=mask.device).triu(1)
+    whole[..., :num_virtual, :num_virtual].masked_fill_(later, hidden)
+    whole[..., num_virtual:, num_virtual:] = mask
+    return whole

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from peftkit.artifact import write_files
 from peftkit.errors import InputError, RunError
+from peftkit.train.optim import moments, set_moments
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +47,14 @@ class RunState:
     step: int = 0
     """Optimiser steps done, skipped ones among them."""
     epoch: int = 0
+    row: int = 0
+    """Rows of a stream before the pool at hand."""
     taken: int = 0
-    """Micro-batches taken of the epoch."""
+    """Micro-batches taken of the epoch, or of a stream's pool."""
     tokens: int = 0
     """Tokens trained on, padding left out."""
+    positions: int = 0
+    """The same with padding."""
     target_tokens: int = 0
     seconds: float = 0.0
     """Time spent in steps, over all resumptions."""
@@ -93,11 +98,6 @@ def save_checkpoint(
 ) -> Path:
     """Writes `folder`/step-N and removes all but the last two. Raises RunError when there is no room: the checkpoints
     before are then as they were."""
-    moments = {
-        f"{name}/{key}": value
-        for name, parameter in parameters.items()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
     content = {
         "format": FORMAT,
         "state": asdict(state),
@@ -107,7 +107,7 @@ def save_checkpoint(
     }
     files = {
         ADAPTER: safetensors.torch.save(_on_cpu(parameters)),
-        OPTIMIZER: safetensors.torch.save(_on_cpu(moments)),
+        OPTIMIZER: safetensors.torch.save(_on_cpu(moments(optimizer, parameters))),
         STATE: json.dumps(content).encode(),
     }
     manifest = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
@@ -169,13 +169,10 @@ def restore(
     """Puts a checkpoint's weights, moments and generator states back in place."""
     if set(checkpoint.adapter) != set(parameters):
         raise RunError(f"{checkpoint.path}: its adapter's tensors are not those of the recipe's method")
-    optimizer.state.clear()
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(checkpoint.adapter[name])
-    for key, value in checkpoint.optimizer.items():
-        name, _, field = key.rpartition("/")
-        optimizer.state[parameters[name]][field] = value.to(device)
+    set_moments(optimizer, parameters, checkpoint.optimizer)
     _set_generators(checkpoint.generators, device)
 
 

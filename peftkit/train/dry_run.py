@@ -1,23 +1,13 @@
 """All that comes before the first step, and nothing after it: what would be trained, on what, in how much memory."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 
-from transformers import PreTrainedTokenizerBase
-
-from peftkit.data import Dataset, Sample
+from peftkit.data import Stream
+from peftkit.data.audit import Piece, pieces
 from peftkit.recipe import Recipe
+from peftkit.train.loop import num_steps
 from peftkit.train.memory import MemoryEstimate, estimate_memory, num_base, num_trainable
-from peftkit.train.prepare import Prepared, prepare, virtual_tokens
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A run of tokens that are all trained or all not."""
-
-    text: str
-    trained: bool
+from peftkit.train.prepare import prepare, virtual_tokens
 
 
 @dataclass(frozen=True)
@@ -35,6 +25,12 @@ class DryRun:
     memory: MemoryEstimate
     memory_total: int
     """Bytes of all parts."""
+    packed: bool
+    """Rows are laid end to end."""
+    padding: float
+    """Share of the computed positions that is padding."""
+    unpacked_padding: float
+    """What it is without packing."""
     sample: list[Piece]
     """The first row, decoded, cut where training begins and ends."""
     sample_where: str
@@ -46,35 +42,25 @@ def dry_run(recipe: Recipe) -> DryRun:
     model = prepared.model
     memory = estimate_memory(
         model,
-        batch_shapes=list(_batch_shapes(prepared)),
+        batch_shapes=[(shape.rows, shape.length, shape.targets) for shape in prepared.sampler().shapes()],
         virtual_tokens=virtual_tokens(recipe),
         gradient_checkpointing=recipe.train.gradient_checkpointing,
     )
-    sample = prepared.train.samples[0]
+    train = prepared.train.head if isinstance(prepared.train, Stream) else prepared.train
+    sample = train.samples[0]
+    padding, unpacked = prepared.padding()
     return DryRun(
         base=prepared.base.name,
         trainable_parameters=num_trainable(model),
         base_parameters=num_base(model),
-        steps=recipe.train.max_steps or prepared.sampler().num_windows(recipe.train.epochs),
+        steps=recipe.train.max_steps or num_steps(prepared.sampler(), recipe.train.epochs),
         train=prepared.train.facts(),
         valid=prepared.valid.facts() if prepared.valid else None,
         memory=memory,
         memory_total=memory.total,
+        packed=prepared.packed,
+        padding=padding if prepared.packed else unpacked,
+        unpacked_padding=unpacked,
         sample=list(pieces(sample, prepared.tokenizer)),
         sample_where=sample.where,
     )
-
-
-def pieces(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:
-    """A sample's text in runs of trained and untrained tokens, special tokens shown."""
-    tokens = zip(sample.ids.tolist(), sample.trained.tolist(), strict=True)
-    for trained, run in groupby(tokens, key=lambda token: token[1]):
-        yield Piece(str(tokenizer.decode([token for token, _ in run])), trained)
-
-
-def _batch_shapes(prepared: Prepared) -> Iterator[tuple[int, int, int]]:
-    """(rows, padded length, target tokens) of the micro-batches of the first epoch."""
-    data: Dataset = prepared.train
-    for batch in prepared.sampler().plan:
-        targets = sum(int(data.samples[row].trained.sum()) for row in batch)
-        yield len(batch), max(data.lengths[row] for row in batch), targets

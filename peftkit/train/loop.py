@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from peftkit.artifact import save_adapter
-from peftkit.data import Batch, Dataset, collate, plan_evaluation
+from peftkit.data import Batch, Dataset, Position, Sampler, StreamSampler, collate, plan_evaluation
 from peftkit.errors import RunError
 from peftkit.methods import attached
 from peftkit.recipe import Recipe
@@ -57,7 +57,7 @@ class Trainer:
         self._optimizer = build_optimizer(self._recipe.optim, self._parameters, prepared.lr_factors)
         self._sampler = prepared.sampler()
         settings = self._recipe.train
-        self.total_steps = settings.max_steps or self._sampler.num_windows(settings.epochs)
+        self.total_steps = settings.max_steps or num_steps(self._sampler, settings.epochs)
         self._skipped_in_a_row = 0
         self._gradients_checked = False
         self._saved: RunState | None = None
@@ -68,7 +68,7 @@ class Trainer:
         check_same_run(checkpoint, self._prepared.identity(), self.total_steps)
         restore(checkpoint, parameters=self._parameters, optimizer=self._optimizer, device=self._device)
         self.state, self._saved = checkpoint.state, replace(checkpoint.state)
-        self._sampler.position = (self.state.epoch, self.state.taken)
+        self._sampler.position = Position(self.state.epoch, self.state.row, self.state.taken)
 
     def run(self, log: MetricsLog, bar: Bar) -> None:
         """Trains to the end. Raises Interrupted after Ctrl-C, RunError for a loss that stays not finite."""
@@ -98,8 +98,7 @@ class Trainer:
     def _step(self) -> None:
         start = time.perf_counter()
         accelerator = self._prepared.accelerator
-        samples = self._prepared.train.samples
-        batches = [collate([samples[row] for row in rows]) for rows in self._sampler.next_window()]
+        batches = self._sampler.next_window()
         loss = accumulate_gradients(self._model, batches, accelerator.backward)
         max_norm = self._recipe.optim.max_grad_norm
         norm = accelerator.clip_grad_norm_(list(self._parameters.values()), math.inf if max_norm is None else max_norm)
@@ -119,7 +118,8 @@ class Trainer:
         num_tokens = sum(batch.num_tokens for batch in batches)
         seconds = time.perf_counter() - start
         self.state.step += 1
-        self.state.epoch, self.state.taken = self._sampler.position
+        self.state.epoch, self.state.row, self.state.taken = self._sampler.position
+        self.state.positions += sum(batch.num_positions for batch in batches)
         self.state.tokens += num_tokens
         self.state.target_tokens += num_targets
         self.state.seconds += seconds
@@ -225,6 +225,12 @@ class Trainer:
         """What the adapter's `peftkit.json` says of its making, as of now."""
         metrics = {"train_loss": self.state.loss, "eval_loss": self.state.eval_loss}
         return {**self._record, "step": self.state.step, "metrics": metrics}
+
+
+def num_steps(sampler: Sampler | StreamSampler, epochs: int) -> int:
+    """Optimiser steps of some epochs over data in memory."""
+    assert isinstance(sampler, Sampler), "a stream goes by max_steps"
+    return sampler.num_windows(epochs)
 
 
 def accumulate_gradients(

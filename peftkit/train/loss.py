@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from peftkit.data import IGNORED, Batch
+from peftkit.data import IGNORED, Batch, block_mask
 
 CHUNK_LOGITS = 2**25
 """Logits held at once: 128 MiB of float32."""
@@ -25,9 +25,14 @@ def token_loss_sum(model: PreTrainedModel, batch: Batch) -> Tensor:
 
     Divide by the number of target tokens of the whole optimiser step, not of the batch.
     """
+    mask = batch.attention_mask_BT
+    if batch.segments_BT is not None:
+        embeddings = model.get_input_embeddings()
+        dtype = next(embeddings.parameters()).dtype
+        mask = block_mask(batch.segments_BT, str(model.config._attn_implementation), dtype)
     hidden_BTH = model.base_model(
         input_ids=batch.input_ids_BT,
-        attention_mask=batch.attention_mask_BT,
+        attention_mask=mask,
         position_ids=batch.position_ids_BT,
         use_cache=False,
     ).last_hidden_state

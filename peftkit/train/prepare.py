@@ -1,6 +1,8 @@
 """From a recipe to all that a run works with: encoded data, the base on its device, the adapter attached."""
 
 import logging
+import os
+import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +13,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftkit.base import BaseInfo, load_base, load_tokenizer, resolve_base
 from peftkit.chat import chat_template_of
-from peftkit.data import Dataset, Sampler, load_dataset
+from peftkit.data import (
+    Batching,
+    Dataset,
+    Sampler,
+    Stream,
+    StreamSampler,
+    audit,
+    check_overlap,
+    load_dataset,
+    open_stream,
+    padding_share,
+)
+from peftkit.data.packing import why_not
 from peftkit.errors import InputError, RecipeError, RunError
 from peftkit.methods import attach, attached
 from peftkit.recipe import Recipe
@@ -30,8 +44,10 @@ class Prepared:
     model: PreTrainedModel
     """In train mode, its adapter attached; only adapter parameters require grad."""
     tokenizer: PreTrainedTokenizerBase
-    train: Dataset
+    train: Dataset | Stream
     valid: Dataset | None
+    packed: bool
+    """Training rows are laid end to end."""
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -51,16 +67,19 @@ class Prepared:
             for name, factor in method.lr_factors().items()
         }
 
-    def sampler(self) -> Sampler:
-        """The training rows' order, from its start."""
-        settings = self.recipe.train
-        return Sampler(
-            self.train.lengths,
-            seed=settings.seed,
-            batch_tokens=settings.batch_tokens,
-            batch_size=settings.batch_size,
-            window=settings.grad_accum,
-        )
+    def sampler(self, *, packed: bool | None = None) -> Sampler | StreamSampler:
+        """The training rows' order, from its start; `packed` None is as the run has it."""
+        settings, longest = self.recipe.train, self.recipe.data.max_length
+        width = longest if settings.batch_size is not None else min(longest, settings.batch_tokens)
+        packed = self.packed if packed is None else packed
+        batching = Batching(settings.seed, settings.batch_tokens, settings.batch_size, width if packed else None)
+        if isinstance(self.train, Stream):
+            return StreamSampler(self.train, batching, window=settings.grad_accum)
+        return Sampler(self.train.samples, batching, window=settings.grad_accum)
+
+    def padding(self) -> tuple[float, float]:
+        """Share of the computed positions that is padding: with packing, and without."""
+        return padding_share(self.sampler(packed=True).shapes()), padding_share(self.sampler(packed=False).shapes())
 
     def identity(self) -> dict[str, Any]:
         """What decides the run's bits: a checkpoint is only resumed by a run of the same."""
@@ -95,8 +114,7 @@ def prepare(recipe: Recipe) -> Prepared:
     set_seed(recipe.train.seed)
     base = resolve_base(recipe.base)
     tokenizer = load_tokenizer(base)
-    train = _load_data(recipe.data.train, recipe, tokenizer)
-    valid = _load_data(recipe.data.valid, recipe, tokenizer) if recipe.data.valid else None
+    train, valid = _load_data(recipe, tokenizer)
     model, tokenizer = load_base(
         base,
         quant=recipe.quant.kind,
@@ -110,11 +128,12 @@ def prepare(recipe: Recipe) -> Prepared:
     except InputError as error:  # its message begins with the method's field
         raise RecipeError(f"method.{error}", field=f"method.{error.field}") from error
     assert any(parameter.requires_grad for parameter in model.parameters()), "an adapter has trainable parameters"
-    _check_context(model, recipe, [train, *([valid] if valid else [])])
+    _check_context(model, recipe, train, valid)
+    packed = _packing(model, recipe)
     if recipe.train.gradient_checkpointing:
         _checkpoint_activations(model)
     model.train()
-    return Prepared(recipe, accelerator, base, model, tokenizer, train, valid)
+    return Prepared(recipe, accelerator, base, model, tokenizer, train, valid, packed)
 
 
 def virtual_tokens(recipe: Recipe) -> int:
@@ -122,22 +141,41 @@ def virtual_tokens(recipe: Recipe) -> int:
     return getattr(recipe.method, "num_virtual_tokens", 0)
 
 
-def _load_data(name: str, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    data = load_dataset(name, tokenizer, format=recipe.data.format, max_length=recipe.data.max_length)
-    if data.num_truncated:
-        logger.info(
-            "%s: %d of %d rows were longer than data.max_length %d: their prompts' beginnings were cut away",
-            name,
-            data.num_truncated,
-            len(data.samples),
-            recipe.data.max_length,
-        )
-    return data
+def _load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset | Stream, Dataset | None]:
+    """Reads training and held-out rows and shows what they are. Raises DataError, RecipeError."""
+    data = recipe.data
+    how: dict[str, Any] = {
+        "format": data.format,
+        "max_length": data.max_length,
+        "turns": data.turns,
+        "drop_too_long": data.too_long == "drop",
+    }
+    load = open_stream if data.streaming else load_dataset
+    train = load(data.train, tokenizer, **how)
+    valid = load_dataset(data.valid, tokenizer, **how) if data.valid else None
+    if valid is not None and not data.allow_overlap:
+        check_overlap(train, valid)
+    color = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    logger.info("%s", audit(train, tokenizer, seed=recipe.train.seed).text(color=color))
+    return train, valid
 
 
-def _check_context(model: PreTrainedModel, recipe: Recipe, datasets: list[Dataset]) -> None:
+def _packing(model: PreTrainedModel, recipe: Recipe) -> bool:
+    """Whether rows are packed. Raises RecipeError where the recipe asks for it and the model can't keep rows apart."""
+    if recipe.data.packing is False:
+        return False
+    reason = why_not(model, recipe.data.max_length + virtual_tokens(recipe))
+    if reason and recipe.data.packing is True:
+        raise RecipeError(f"data.packing: {reason}; set it to false to pad rows instead", field="data.packing")
+    if reason:
+        logger.info("data.packing: rows are padded: %s", reason)
+    return reason is None
+
+
+def _check_context(model: PreTrainedModel, recipe: Recipe, train: Dataset | Stream, valid: Dataset | None) -> None:
     context = int(model.config.max_position_embeddings)
-    longest = max(max(data.lengths) for data in datasets) + virtual_tokens(recipe)
+    lengths: list[int] = [recipe.data.max_length] if isinstance(train, Stream) else train.lengths
+    longest = max(lengths + (valid.lengths if valid else [])) + virtual_tokens(recipe)
     if longest > context:
         raise InputError(
             f"data.max_length: the longest row takes {longest} positions, the base has {context}: "

@@ -58,6 +58,10 @@ class RunSummary:
     seconds: float
     """Time in optimiser steps."""
     tokens_per_s: float | None
+    packed: bool
+    """Rows were laid end to end."""
+    padding: float
+    """Share of the computed positions that was padding."""
     peak_memory_bytes: int
     """Most memory in use: of the GPU where there is one, else of the process since its start."""
 
@@ -161,6 +165,8 @@ def _summarise(prepared: Prepared, trainer: Trainer, artifact: Artifact) -> RunS
         target_tokens=state.target_tokens,
         seconds=state.seconds,
         tokens_per_s=state.tokens / state.seconds if state.seconds else None,
+        packed=prepared.packed,
+        padding=1 - state.tokens / state.positions if state.positions else 0.0,
         peak_memory_bytes=peak_memory(prepared.accelerator.device),
     )
 

@@ -6,12 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from peftkit.data import (
     IGNORED,
+    Batch,
+    Batching,
     Dataset,
     Sample,
     Sampler,
@@ -86,7 +89,7 @@ USER = {"role": "user", "content": "a"}
         ([GOOD, '{"prompt": "a", "completion": "\\ud83d"}'], ":2: completion holds half of a surrogate pair"),
         ([GOOD, {"messages": []}], ":2: prompt is missing"),
         (["[" * 100_000], ":1: JSON nested too deep"),
-        ([{"promt": "a", "text": "b"}], ":1: the row has neither prompt and completion nor messages ('promt'; did"),
+        ([{"promt": "a", "label": "b"}], ":1: the row has neither prompt and completion nor messages, instruction and"),
         ([{"prompt": "a", "completion": "b", "messages": []}], ":1: the row has both messages and completion"),
         ([{"messages": []}], ":1: messages: must be a list of at least one message"),
         ([{"messages": [{"role": "usr", "content": "a"}]}], ":1: messages[0].role: 'usr'; did you mean 'user'?"),
@@ -281,14 +284,25 @@ def test_evaluation_takes_every_row_once_within_the_limit(seed: int) -> None:
     assert all(len(batch) * max(lengths[row] for row in batch) <= 256 for batch in plan)
 
 
+def sample(index: int, length: int) -> Sample:
+    """One whose first id tells it from the others."""
+    ids = np.full(length, index, dtype=np.int32)
+    return Sample(f"rows:{index}", ids, np.arange(length) > 0)
+
+
 def sampler(window: int = 2) -> Sampler:
-    return Sampler([5] * 11, seed=1, batch_tokens=0, batch_size=2, window=window)
+    samples = [sample(index, 5) for index in range(11)]
+    return Sampler(samples, Batching(seed=1, batch_tokens=0, batch_size=2), window=window)
+
+
+def rows_of(window: list[Batch]) -> list[list[int]]:
+    return [batch.input_ids_BT[:, 0].tolist() for batch in window]
 
 
 def test_windows_end_with_their_epoch_and_the_last_is_partial() -> None:
     walk = sampler(window=4)
     assert walk.num_windows(3) == 6
-    windows = [walk.next_window() for _ in range(6)]
+    windows = [rows_of(walk.next_window()) for _ in range(6)]
     assert [len(window) for window in windows] == [4, 2, 4, 2, 4, 2]
     for epoch in range(3):
         rows = [row for window in windows[2 * epoch : 2 * epoch + 2] for batch in window for row in batch]
@@ -297,11 +311,11 @@ def test_windows_end_with_their_epoch_and_the_last_is_partial() -> None:
 
 def test_a_sampler_goes_on_from_a_saved_position() -> None:
     whole = sampler()
-    all_windows = [whole.next_window() for _ in range(9)]
+    all_windows = [rows_of(whole.next_window()) for _ in range(9)]
     for taken in range(9):
         first = sampler()
         for _ in range(taken):
             first.next_window()
         second = sampler()
         second.position = first.position
-        assert [second.next_window() for _ in range(9 - taken)] == all_windows[taken:]
+        assert [rows_of(second.next_window()) for _ in range(9 - taken)] == all_windows[taken:]

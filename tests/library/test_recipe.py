@@ -54,7 +54,7 @@ def test_all_but_the_data_has_a_default(tmp_path: Path) -> None:
     assert recipe.base == "smollm2-135m"
     assert recipe.quant.kind == "nf4"
     assert recipe.method == LoraConfig()
-    assert refusal(tmp_path, "base: b") == ("recipe.yaml: data.train is missing: name a JSONL file of training rows")
+    assert refusal(tmp_path, "base: b") == ("recipe.yaml: data.train is missing: name a file of training rows")
     assert "data.train is missing" in refusal(tmp_path, "")
 
 

@@ -18,7 +18,7 @@ import peftkit.train.loop
 import peftkit.train.loss
 from peftkit.artifact import load_adapter, read_adapter
 from peftkit.base import load_base
-from peftkit.data import Sample, collate, load_dataset, plan_epoch
+from peftkit.data import Batch, Sample, collate, load_dataset, plan_epoch
 from peftkit.errors import DataError, InputError, RecipeError, RunError
 from peftkit.methods import attached
 from peftkit.recipe import Optim, Recipe
@@ -453,7 +453,7 @@ def test_truncated_prompts_are_reported(make_recipe: MakeRecipe, caplog: pytest.
     summary = train(make_recipe(data={"max_length": 15}))
     cut = read_adapter(summary.out).record["data"]["train"]["truncated_rows"]
     assert cut > 0
-    assert f"{cut} of 24 rows were longer than data.max_length 15" in caplog.text
+    assert f"truncated {cut}, dropped 0" in caplog.text
 
 
 def test_checkpointing_where_the_base_has_none_is_refused(
@@ -493,12 +493,12 @@ def test_base_parameters_are_counted_by_shape_also_when_four_bits_hold_them(make
 def test_the_activation_estimate_is_near_what_autograd_keeps(make_recipe: MakeRecipe, batch_size: int) -> None:
     recipe = make_recipe(train={"batch_size": batch_size})
     prepared = prepare(recipe)
-    plan = prepared.sampler().plan
-    kept = max(kept_bytes(prepared.model, [prepared.train.samples[row] for row in batch]) for batch in plan)
+    sampler = prepared.sampler()
+    kept = max(kept_bytes(prepared.model, sampler.next_window()) for _ in sampler.shapes())
     assert dry_run(recipe).memory.activations == pytest.approx(kept, rel=0.3)
 
 
-def kept_bytes(model: PreTrainedModel, samples: Sequence[Sample]) -> int:
+def kept_bytes(model: PreTrainedModel, batches: Sequence[Batch]) -> int:
     """Bytes of distinct storages that autograd keeps for backward, parameters left out."""
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     sizes: dict[int, int] = {}
@@ -510,5 +510,5 @@ def kept_bytes(model: PreTrainedModel, samples: Sequence[Sample]) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        accumulate_gradients(model, [collate(samples)], lambda loss: None)
+        accumulate_gradients(model, batches, lambda loss: None)
     return sum(sizes.values())
