@@ -7,15 +7,25 @@ dotted key, what is wrong and the nearest right key. `key.path=value` overrides 
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from peftkit import resources
-from peftkit.errors import RecipeError, did_you_mean
-from peftkit.methods import LoraConfig, MethodConfig
+from peftkit.errors import InputError, RecipeError, did_you_mean
+from peftkit.methods import AnyConfig, LoraConfig, MethodConfig, check_together
 
 EXAMPLE = "example:"
 """Prefix of a data path that names a file of the example sets."""
@@ -125,6 +135,14 @@ class Log(_Section):
     """Write TensorBoard curves too, where the tensorboard package is installed."""
 
 
+_ONE, _SEVERAL = "one", "several"
+
+Methods = Annotated[
+    Annotated[MethodConfig, Tag(_ONE)] | Annotated[tuple[MethodConfig, ...], Tag(_SEVERAL)],
+    Discriminator(lambda value: _SEVERAL if isinstance(value, (list, tuple)) else _ONE),
+]
+
+
 class Recipe(_Section):
     """All settings of one training run."""
 
@@ -132,8 +150,8 @@ class Recipe(_Section):
     """Base model: the embedded default, an HF folder, a .gguf file or a hub id."""
     quant: Quant = Quant()
     """How the base is held in memory."""
-    method: MethodConfig = Field(default_factory=LoraConfig)
-    """The adapter."""
+    method: Methods = Field(default_factory=LoraConfig)
+    """The adapter, or a list of two that are trained together, one of them with virtual tokens."""
     data: Data = Data()
     """What is trained on."""
     optim: Optim = Optim()
@@ -147,6 +165,34 @@ class Recipe(_Section):
     out: str = "runs/adapter"
     """Folder of the run; when it is done it is the adapter's folder."""
 
+    @property
+    def methods(self) -> tuple[AnyConfig, ...]:
+        """The methods that are trained together, in the order in which they are attached."""
+        return self.method if isinstance(self.method, tuple) else (self.method,)
+
+    @field_validator("method")
+    @classmethod
+    def _methods_go_together(cls, method: AnyConfig | tuple[AnyConfig, ...]) -> AnyConfig | tuple[AnyConfig, ...]:
+        if isinstance(method, tuple):
+            if not method:
+                raise ValueError("an empty list: name a method, as in method: {kind: lora}")
+            try:
+                check_together([config.kind for config in method])
+            except InputError as error:
+                raise ValueError(str(error)) from error
+        return method
+
+    @field_validator("out")
+    @classmethod
+    def _out_is_a_path(cls, out: str) -> str:
+        if "\0" in out:
+            raise ValueError(f"{out!r} is no path: it holds a NUL character")
+        try:
+            Path(out).expanduser()
+        except RuntimeError as error:
+            raise ValueError(f"{out!r} is no path: there is no such user; write ./~… for a name") from error
+        return out
+
     @model_validator(mode="after")
     def _has_data(self) -> Self:
         if not self.data.train:
@@ -156,32 +202,94 @@ class Recipe(_Section):
         return self
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Reads a recipe file and applies `key.path=value` overrides.
+@dataclass(frozen=True)
+class Runs:
+    """Runs on one base, which is loaded once."""
 
-    Data files are looked for in the current folder, then beside the recipe. Raises RecipeError.
+    recipes: tuple[Recipe, ...]
+    turn_steps: int | None = None
+    """Train them in turns of so many steps; None: one after another."""
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads the recipe of one run and applies `key.path=value` overrides.
+
+    Data files are looked for in the current folder, then beside the recipe. Raises RecipeError, also for a recipe with
+    `runs`, which `load_runs` reads.
+    """
+    runs = load_runs(path, overrides).recipes
+    if len(runs) > 1:
+        raise RecipeError(f"{path}: runs: this recipe holds {len(runs)} runs where one is wanted", field="runs")
+    return runs[0]
+
+
+def load_runs(path: str | Path, overrides: Sequence[str] = ()) -> Runs:
+    """Reads a recipe of one run, or of several on one base.
+
+    A recipe may have `runs`, a list of mappings: each is a run by the recipe's other keys with its own in their place
+    (`method` whole, other sections key by key), and `turn_steps`. Overrides are set in every run. Raises RecipeError.
     """
     file = resources.find(str(path))
+    content = _read_mapping(file, str(path))
+    if "runs" not in content and "turn_steps" not in content:
+        return Runs((_one(content, file, str(path), overrides),))
+    runs, turn_steps = content.pop("runs", None), content.pop("turn_steps", None)
+    if not isinstance(runs, list) or not runs or not all(isinstance(run, dict) for run in runs):
+        raise RecipeError(f"{path}: runs: must be a list of mappings, not {_shown(runs)}", field="runs")
+    if turn_steps is not None and (type(turn_steps) is not int or turn_steps < 1):
+        raise RecipeError(f"{path}: turn_steps: must be a whole number above 0, not {_shown(turn_steps)}")
+    recipes: list[Recipe] = []
+    for index, run in enumerate(runs):
+        where = f"{path}: runs.{index}"
+        for key in ("base", "quant"):
+            if key in run:
+                raise RecipeError(f"{where}.{key}: all runs share one base: write {key} beside runs", field=key)
+        recipe = _one(_merged(content, run), file, where, overrides)
+        if any(recipe.out == other.out for other in recipes):
+            raise RecipeError(f"{where}.out: '{recipe.out}' is another run's: give each its own", field="out")
+        recipes.append(recipe)
+    return Runs(tuple(recipes), turn_steps)
+
+
+def _merged(shared: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """The keys that runs share, with a run's own in their place."""
+    content = {key: dict(value) if isinstance(value, dict) else value for key, value in shared.items()}
+    for key, value in run.items():
+        below = content.get(key)
+        together = key != "method" and isinstance(below, dict) and isinstance(value, dict)
+        content[key] = {**below, **value} if together else value  # type: ignore[dict-item]
+    return content
+
+
+def _one(content: dict[str, Any], file: Path, source: str, overrides: Sequence[str]) -> Recipe:
+    overridden = {_apply(content, override) for override in overrides}
+    recipe = _validate(content, source, overridden)
+    return recipe.model_copy(update={"data": _beside(recipe.data, file.parent)})
+
+
+def _read_mapping(file: Path, source: str) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
-        raise RecipeError(f"{path}: can't read the recipe: {error.strerror}") from error
+        raise RecipeError(f"{source}: can't read the recipe: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from error
-    content = _read_yaml(text, str(path))
+        raise RecipeError(f"{source}: not UTF-8 text: {error.reason} at byte {error.start}") from error
+    content = _read_yaml(text, source)
     if content is None:
         content = {}
     if not isinstance(content, dict):
-        raise RecipeError(f"{path}: a recipe is a mapping of keys to values, not a {type(content).__name__}")
-    overridden = {_apply(content, override) for override in overrides}
-    recipe = _validate(content, str(path), overridden)
-    return recipe.model_copy(update={"data": _beside(recipe.data, file.parent)})
+        raise RecipeError(f"{source}: a recipe is a mapping of keys to values, not a {type(content).__name__}")
+    return content
 
 
 def _validate(content: dict[str, Any], source: str, overridden: set[str]) -> Recipe:
     try:
         # through JSON, where strictness still lets a list be a tuple and an integer a float
-        return Recipe.model_validate_json(json.dumps(content, default=str), strict=True)
+        text = json.dumps(content, default=str)
+    except ValueError as error:  # a hexadecimal integer may have more digits than Python writes out
+        raise RecipeError(f"{source}: a value can't be read: {error}") from error
+    try:
+        return Recipe.model_validate_json(text, strict=True)
     except ValidationError as error:
         lines = [_line(dict(detail), source, overridden) for detail in error.errors(include_url=False)]
         raise RecipeError("\n".join(lines)) from error
@@ -224,7 +332,10 @@ def _locate(loc: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel] | No
         path.append(str(key))
         section = owner
         if key == "method" and len(path) == 1 and rest:
-            kind = rest.pop(0)  # pydantic puts the union's tag into the location
+            # pydantic puts the tags of unions into the location
+            if rest.pop(0) == _SEVERAL and rest:
+                path.append(str(rest.pop(0)))
+            kind = rest.pop(0) if rest else None
             owner = next((m for m in _methods() if m.model_fields["kind"].default == kind), None)
             continue
         field = owner.model_fields.get(str(key)) if owner else None
@@ -310,7 +421,14 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     return loader.construct_mapping(node, deep=True)
 
 
+def _no_value(loader: _Loader, node: yaml.Node) -> Any:
+    kind = node.tag.rpartition(":")[2]
+    raise yaml.constructor.ConstructorError(None, None, f"!!{kind} is no value of a recipe", node.start_mark)
+
+
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+for _kind in ("binary", "set", "omap", "pairs"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _no_value)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"), list("-+.0123456789")
 )

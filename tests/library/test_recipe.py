@@ -9,9 +9,9 @@ import pytest
 from pydantic import BaseModel
 
 import peftkit.recipe
-from peftkit.errors import RecipeError
+from peftkit.errors import InputError, RecipeError
 from peftkit.methods import LoraConfig, PromptTuningConfig
-from peftkit.recipe import Recipe, load_recipe
+from peftkit.recipe import Recipe, Runs, load_recipe, load_runs
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 
@@ -99,7 +99,13 @@ def test_every_field_has_a_default_and_a_docstring() -> None:
         ("lr: 0.1", "recipe.yaml: lr: unknown key; did you mean 'optim.lr'?"),
         ("method: {kind: lorra}", "recipe.yaml: method: no method 'lorra'; did you mean 'lora'? (there are: lora,"),
         ("method: {r: 8}", "recipe.yaml: method: kind is missing"),
-        ("method: [{kind: lora}, {kind: prompt}]", "recipe.yaml: method: must be a mapping of keys to values, not ["),
+        ("method: [{kind: lora}, {kind: bottleneck, rnk: 2}]", "recipe.yaml: method.1.rnk: unknown key"),
+        ("method: [{kind: lorra}]", "recipe.yaml: method.0: no method 'lorra'; did you mean 'lora'?"),
+        ("method: [{r: 8}]", "recipe.yaml: method.0: kind is missing"),
+        ("method: []", "recipe.yaml: method: an empty list: name a method"),
+        ("method: 3", "recipe.yaml: method: must be a mapping of keys to values, not 3"),
+        ("method: [{kind: prompt}, {kind: prefix}]", "recipe.yaml: method: a prompt adapter is there already"),
+        ("method: [{kind: lora}, {kind: lora}]", "recipe.yaml: method: a lora adapter is there already"),
         ("train: 3", "recipe.yaml: train: must be a mapping of keys to values, not 3"),
         ("train: {epochs: two}", 'recipe.yaml: train.epochs: should be a valid integer, not "two"'),
         ("train: {epochs: 1.5}", "recipe.yaml: train.epochs: should be a valid integer, not 1.5"),
@@ -111,7 +117,14 @@ def test_every_field_has_a_default_and_a_docstring() -> None:
         ("optim: {betas: [0.9, 1.5]}", "recipe.yaml: optim: betas must lie between 0 and 1, not [0.9, 1.5]"),
         ("data: {train: [a, b]}", 'recipe.yaml: data.train: should be a valid string, not ["a", "b"]'),
         ("method: {kind: prompt, init: text}", "recipe.yaml: method: init: text needs init_text"),
-        ("runs: []", "recipe.yaml: runs: unknown key"),
+        ("runs: []", "recipe.yaml: runs: must be a list of mappings, not []"),
+        ("runs: [3]", "recipe.yaml: runs: must be a list of mappings, not [3]"),
+        ("runs: [{}]\nturn_steps: 0", "recipe.yaml: turn_steps: must be a whole number above 0, not 0"),
+        ("turn_steps: 5", "recipe.yaml: runs: must be a list of mappings, not null"),
+        ("runs: [{base: b}]", "recipe.yaml: runs.0.base: all runs share one base: write base beside runs"),
+        ("runs: [{optim: {lrr: 1}}]", "recipe.yaml: runs.0: optim.lrr: unknown key; did you mean 'lr'?"),
+        ('out: "a\\0b"', r"recipe.yaml: out: 'a\x00b' is no path: it holds a NUL character"),
+        ("out: ~nosuchuser/a", "recipe.yaml: out: '~nosuchuser/a' is no path: there is no such user"),
     ],
 )  # fmt: skip
 def test_a_wrong_key_or_value_is_one_line_with_file_and_dotted_key(tmp_path: Path, text: str, message: str) -> None:
@@ -214,6 +227,10 @@ def test_a_recipe_survives_json(tmp_path: Path) -> None:
         "base: " + "[" * 3000 + "]" * 3000,
         "a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]",
         "base: &a [*a]",
+        "out: !!set {a, b}",
+        "out: !!binary aGVsbG8=",
+        "out: !!omap [a: 1]",
+        "train: {seed: " + "9" * 5000 + "}",
     ],
 )
 def test_yaml_that_cannot_become_values_is_refused_in_a_line(tmp_path: Path, text: str) -> None:
@@ -222,3 +239,53 @@ def test_yaml_that_cannot_become_values_is_refused_in_a_line(tmp_path: Path, tex
 
 def test_a_path_that_no_system_takes_is_refused(tmp_path: Path) -> None:
     assert "is no path" in refusal(tmp_path, f"data: {{train: {'a' * 5000}}}")
+
+
+def test_an_integer_of_more_digits_than_python_writes_is_refused(tmp_path: Path) -> None:
+    assert "a value can't be read" in refusal(tmp_path, "train: {seed: 0x" + "f" * 5000 + "}")
+
+
+@pytest.mark.parametrize("path", ["a\0b.yaml", "~nosuchuser/a.yaml"])
+def test_a_recipe_whose_path_no_system_takes_is_bad_input(path: str) -> None:
+    with pytest.raises(InputError, match="is no path"):
+        load_recipe(path)
+
+
+def test_methods_that_go_together_are_a_list(tmp_path: Path) -> None:
+    text = "data: {train: x}\nmethod: [{kind: lora, r: 2}, {kind: prompt, num_virtual_tokens: 3}]"
+    recipe = load_recipe(recipe_file(tmp_path, text))
+    assert recipe.methods == (LoraConfig(r=2), PromptTuningConfig(num_virtual_tokens=3)) == recipe.method
+    assert Recipe.model_validate(recipe.model_dump(mode="json")) == recipe
+    assert load_recipe(recipe_file(tmp_path, "data: {train: x}")).methods == (LoraConfig(),)
+
+
+def test_runs_share_what_they_do_not_set_themselves(tmp_path: Path) -> None:
+    path = recipe_file(
+        tmp_path,
+        """
+base: b
+method: {kind: lora, r: 2}
+data: {train: x, max_length: 99}
+optim: {lr: 0.1, schedule: linear}
+turn_steps: 5
+runs:
+  - {out: one}
+  - {out: two, optim: {lr: 0.2}, method: {kind: prompt}}
+""",
+    )
+    runs = load_runs(path, ["train.seed=7"])
+    one, two = runs.recipes
+    assert runs.turn_steps == 5
+    assert (one.base, one.method, one.optim.lr, one.out) == ("b", LoraConfig(r=2), 0.1, "one")
+    assert (two.base, two.method, two.optim.lr, two.out) == ("b", PromptTuningConfig(), 0.2, "two")
+    assert two.optim.schedule == "linear" and two.data.max_length == 99
+    assert one.train.seed == two.train.seed == 7
+    with pytest.raises(RecipeError, match=r"runs: this recipe holds 2 runs where one is wanted"):
+        load_recipe(path)
+    with pytest.raises(RecipeError, match=r"runs\.1\.out: 'same' is another run's"):
+        load_runs(path, ["out=same"])
+
+
+def test_a_recipe_without_runs_is_one_run(tmp_path: Path) -> None:
+    path = recipe_file(tmp_path, "data: {train: x}")
+    assert load_runs(path) == Runs((load_recipe(path),))
