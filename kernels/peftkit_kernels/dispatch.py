@@ -25,6 +25,7 @@ TRITON: Mapping[str, str] = MappingProxyType(
         "copy_pages": "triton.pages",
         "embedding": "triton.embedding",
         "gelu_tanh_and_mul": "triton.activation",
+        "grouped_bottleneck": "triton.bottleneck",
         "grouped_lora": "triton.lora",
         "nf4_dequantize": "triton.nf4",
         "nf4_linear": "triton.nf4",

@@ -1,0 +1,271 @@
+"""Grouped bottleneck adapters: the product with `down` over shares of the features, then φ and `up` onto y.
+
+Bound by memory: both matrices of the distinct adapters at few rows, y at many. y is read by `_down` and written by
+`_up`, which waits for all of `_down`; a row's mean and variance are taken by each program of `_down` that needs them.
+"""
+# pyright: reportCallIssue=false, reportMissingParameterType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from peftkit_kernels.triton.compile import Specimen
+from peftkit_kernels.triton.segmented import (
+    CONFIGS,
+    Config,
+    Kind,
+    add_shares,
+    candidates,
+    capability_of,
+    locate,
+    override,
+)
+from peftkit_kernels.triton.segmented import config as _config
+
+__all__ = ["CONFIGS", "candidates", "grouped_bottleneck", "max_width", "override", "specimens"]
+
+
+def max_width(hidden: int) -> int:
+    """Largest width: the memory between the two kernels has room for it, whatever the widths in the table."""
+    return max(hidden, 512)
+
+
+def grouped_bottleneck(
+    y_TH: Tensor,
+    residual_TH: Tensor,
+    weights: Tensor,
+    row_X: Tensor,
+    segment_start_G1: Tensor,
+    segment_slot_G: Tensor,
+    offset_S: Tensor,
+    width_S: Tensor,
+    scale_S: Tensor,
+    form_S3: Tensor,
+    *,
+    deterministic: bool = False,
+) -> Tensor:
+    """See `peftkit_kernels.grouped.grouped_bottleneck`; widths up to `max_width(H)`."""
+    num_rows, num_segments, hidden = row_X.shape[0], segment_slot_G.shape[0], y_TH.shape[1]
+    if not num_rows or not num_segments:
+        return y_TH
+    assert y_TH.stride(1) == 1 and residual_TH.stride(1) == 1, "rows of y and residual are contiguous"
+    tables = (offset_S, width_S, scale_S, form_S3)
+    assert all(table.is_contiguous() for table in tables), "tables are contiguous"
+    cuts = _config(num_rows, deterministic, y_TH.device)
+    _, shares = cuts.steps(hidden)
+    room = max_width(hidden)
+    inner = torch.empty((shares, num_rows, room), dtype=torch.float32, device=y_TH.device)
+    rows = (row_X, segment_start_G1, segment_slot_G)
+    num_tiles = num_rows // cuts.block_m + num_segments
+    pdl = capability_of(y_TH.device) >= 90
+    launch = {"launch_pdl": True} if pdl else {}
+    sizes = (num_rows, num_segments, hidden, room)
+    _down[(num_tiles, shares)](
+        y_TH, residual_TH, weights, *rows, offset_S, width_S, form_S3, inner, *sizes, y_TH.stride(0),
+        residual_TH.stride(0), **_down_constants(cuts, hidden, pdl),
+        num_warps=cuts.shrink_warps, num_stages=cuts.shrink_stages,
+    )  # fmt: skip
+    _up[(num_tiles, triton.cdiv(hidden, cuts.block_n))](
+        y_TH, weights, *rows, *tables, inner, *sizes, y_TH.stride(0), **_up_constants(cuts, shares, pdl),
+        num_warps=cuts.expand_warps, num_stages=cuts.expand_stages, **launch,
+    )  # fmt: skip
+    return y_TH
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_segments"])
+def _down(
+    y, residual, weights, row, start, slot, offset, width, form, inner, num_rows, num_segments, hidden, room, y_stride,
+    residual_stride, STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One share of the features of one tile: inner (SHARES, X, room)."""
+    if PDL:
+        gdc_launch_dependents()
+    segment, first, count = locate(start, tl.program_id(0), num_segments, BLOCK_M)
+    if count <= 0:
+        return
+    s = tl.load(slot + segment)
+    b = tl.load(width + s)
+    if b == 0:
+        return
+    at = tl.load(offset + s)
+    m = tl.arange(0, BLOCK_M)
+    live = m < count
+    rows = tl.load(row + first + m, mask=live, other=0)
+    y += rows[:, None] * y_stride
+    residual += rows[:, None] * residual_stride
+    source, normed = tl.load(form + 3 * s), tl.load(form + 3 * s + 2)
+    live_y = (m < tl.where(source != 2, count, 0))[:, None]
+    live_residual = (m < tl.where(source != 0, count, 0))[:, None]
+    mean, inverse = tl.zeros((BLOCK_M,), tl.float32), tl.full((BLOCK_M,), 1.0, tl.float32)
+    if normed != 0:
+        mean, inverse = _moments(y, residual, live_y, live_residual, hidden, BLOCK_M, BLOCK_K)
+    share = tl.program_id(1)
+    into = inner + (share * num_rows + first).to(tl.int64) * room + m[:, None] * room
+    k0 = share * (STEPS * BLOCK_K)
+    if at % 8 == 0:
+        _product(
+            y, residual, weights + at // 8 * 8, into, live, live_y, live_residual, mean, inverse, normed, b, k0,
+            hidden, STEPS, BLOCK_M, BLOCK_K, BLOCK_R,
+        )  # fmt: skip
+    else:
+        _product(
+            y, residual, weights + at, into, live, live_y, live_residual, mean, inverse, normed, b, k0, hidden,
+            STEPS * BLOCK_K // 16, BLOCK_M, 16, 16,
+        )  # fmt: skip
+
+
+@triton.jit
+def _product(
+    y, residual, weights, into, live, live_y, live_residual, mean, inverse, normed, width, k0, hidden,
+    STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    k, r = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_R)
+    norm = weights + (2 * width.to(tl.int64) + 1) * hidden
+    acc = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
+    for i in range(0, tl.cdiv(width, BLOCK_R) * STEPS):
+        r0, kk = i // STEPS * BLOCK_R, k0 + i % STEPS * BLOCK_K + k
+        inside, wanted = kk < hidden, r0 + r < width
+        x_MK = _input(y, residual, live_y, live_residual, kk, inside)
+        gain = tl.load(norm + kk, mask=kk < hidden * normed, other=1.0).to(tl.float32)
+        shift = tl.load(norm + hidden + kk, mask=kk < hidden * normed, other=0.0).to(tl.float32)
+        x_MK = (x_MK - mean[:, None]) * inverse[:, None] * gain[None, :] + shift[None, :]
+        at = weights + (r0 + r).to(tl.int64)[:, None] * hidden + kk[None, :]
+        down_RK = tl.load(at, mask=wanted[:, None] & inside[None, :], other=0.0)
+        acc = tl.dot(x_MK.to(down_RK.dtype), down_RK.T, acc, input_precision="ieee")
+        if i % STEPS == STEPS - 1:
+            tl.store(into + (r0 + r)[None, :], acc, mask=live[:, None] & wanted[None, :])
+            acc = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
+
+
+@triton.jit
+def _input(y, residual, live_y, live_residual, k, inside):
+    """What the adapter reads, rounded as the sum is in y's dtype."""
+    one = tl.load(y + k[None, :], mask=live_y & inside[None, :], other=0.0)
+    other = tl.load(residual + k[None, :], mask=live_residual & inside[None, :], other=0.0)
+    return (one.to(tl.float32) + other.to(tl.float32)).to(one.dtype).to(tl.float32)
+
+
+@triton.jit
+def _moments(y, residual, live_y, live_residual, hidden, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Mean and 1 / √(variance + ε) of the rows, in two passes."""
+    k = tl.arange(0, BLOCK_K)
+    total = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    for k0 in range(0, hidden, BLOCK_K):
+        total += _input(y, residual, live_y, live_residual, k0 + k, k0 + k < hidden)
+    mean = tl.sum(total, axis=1) / hidden
+    total = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    for k0 in range(0, hidden, BLOCK_K):
+        inside = k0 + k < hidden
+        apart = _input(y, residual, live_y, live_residual, k0 + k, inside) - mean[:, None]
+        total += tl.where(inside[None, :], apart * apart, 0.0)
+    return mean, tl.rsqrt(tl.sum(total, axis=1) / hidden + 1e-5)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_segments"])
+def _up(
+    y, weights, row, start, slot, offset, width, scale, form, inner, num_rows, num_segments, hidden, room, y_stride,
+    SHARES: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N columns of one tile. What doesn't come from `_down` is loaded before the wait."""
+    segment, first, count = locate(start, tl.program_id(0), num_segments, BLOCK_M)
+    s = tl.load(slot + segment)
+    b = tl.load(width + s)
+    if (count <= 0) | (b == 0):
+        if PDL:
+            gdc_wait()  # so that the end of this launch is the end of both
+        return
+    at = tl.load(offset + s)
+    weight, function, normed = tl.load(scale + s), tl.load(form + 3 * s + 1), tl.load(form + 3 * s + 2)
+    m = tl.arange(0, BLOCK_M)
+    rows = tl.load(row + first + m, mask=m < count, other=0)
+    y += rows[:, None] * y_stride
+    n0 = tl.program_id(1) * BLOCK_N
+    down_bias = weights + at + (2 * b.to(tl.int64) + 1 + tl.where(normed != 0, 2, 0)) * hidden
+    share_stride = num_rows.to(tl.int64) * room
+    if at % 8 == 0:
+        _update(
+            y, weights + at // 8 * 8, down_bias, inner, first, count, b, n0, hidden, weight, function, room,
+            share_stride, SHARES, PADDED, BLOCK_M, BLOCK_N, BLOCK_R, PDL,
+        )  # fmt: skip
+    else:
+        for c in range(0, BLOCK_N // 16):
+            _update(
+                y, weights + at, down_bias, inner, first, count, b, n0 + c * 16, hidden, weight, function, room,
+                share_stride, SHARES, PADDED, BLOCK_M, 16, 16, PDL,
+            )  # fmt: skip
+
+
+@triton.jit
+def _update(
+    y, weights, down_bias, inner, first, count, width, n0, hidden, scale, function, room, share_stride,
+    SHARES: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    r, n = tl.arange(0, BLOCK_R), n0 + tl.arange(0, BLOCK_N)
+    inside = (n < hidden)[None, :]
+    mask = (tl.arange(0, BLOCK_M) < count)[:, None] & inside
+    up = weights + width.to(tl.int64) * hidden
+    value = tl.load(y + n[None, :], mask=mask, other=0.0)
+    bias = tl.load(up + width.to(tl.int64) * hidden + n, mask=n < hidden, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for r0 in range(0, width, BLOCK_R):
+        wanted = r0 + r < width
+        at = up + (r0 + r).to(tl.int64)[:, None] * hidden + n[None, :]
+        up_RN = tl.load(at, mask=wanted[:, None] & inside, other=0.0)
+        h_MR = add_shares(inner, first, count, width, r0, room, share_stride, SHARES, PADDED, BLOCK_M, BLOCK_R)
+        h_MR += tl.load(down_bias + r0 + r, mask=wanted, other=0.0).to(tl.float32)[None, :]
+        acc = tl.dot(_activated(h_MR, function).to(up_RN.dtype), up_RN, acc, input_precision="ieee")
+    total = value.to(tl.float32) + scale * (acc + bias[None, :])
+    tl.store(y + n[None, :], total.to(value.dtype), mask=mask)
+
+
+@triton.jit
+def _activated(x, function):
+    """By the numbers of NON_LINEARITIES."""
+    if function == 0:
+        x = tl.maximum(x, 0.0)
+    elif function == 1:
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif function == 2:  # x · sigmoid(2 z) is 0.5 x (1 + tanh z)
+        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif function == 3:
+        x = x * tl.sigmoid(x)
+    else:
+        x = 2.0 * tl.sigmoid(2.0 * x) - 1.0
+    return x
+
+
+def _down_constants(cuts: Config, hidden: int, pdl: bool) -> dict[str, int | bool]:
+    blocks = {"BLOCK_M": cuts.block_m, "BLOCK_K": cuts.block_k, "BLOCK_R": cuts.shrink_ranks}
+    return {"STEPS": cuts.steps(hidden)[0], **blocks, "PDL": pdl}
+
+
+def _up_constants(cuts: Config, shares: int, pdl: bool) -> dict[str, int | bool]:
+    blocks = {"BLOCK_M": cuts.block_m, "BLOCK_N": cuts.block_n, "BLOCK_R": cuts.expand_ranks}
+    return {"SHARES": shares, "PADDED": triton.next_power_of_2(shares), **blocks, "PDL": pdl}
+
+
+def specimens() -> Iterator[Specimen]:
+    """Hidden size 4096 in every kind of call."""
+    kinds: tuple[Kind, ...] = ("one", "few", "many", "steady")
+    tables = {"row": "*i64", "start": "*i32", "slot": "*i32", "offset": "*i64", "width": "*i32"}
+    sizes = {"num_rows": "i32", "num_segments": "i32", "hidden": "i32:16", "room": "i32:16", "y_stride": "i32:16"}
+    for dtype, kind in (*(("*bf16", kind) for kind in kinds), ("*fp16", "few")):
+        cuts = CONFIGS[kind, 90]
+        constants = _down_constants(cuts, 4096, False)
+        signature = {"y": dtype, "residual": dtype, "weights": dtype, **tables, "form": "*i32", "inner": "*fp32"}
+        signature |= {**sizes, "residual_stride": "i32:16", **dict.fromkeys(constants, "constexpr")}
+        yield Specimen(_down, signature, constants, cuts.shrink_warps, cuts.shrink_stages)
+        constants = _up_constants(cuts, cuts.steps(4096)[1], False)
+        signature = {"y": dtype, "weights": dtype, **tables, "scale": "*fp32", "form": "*i32", "inner": "*fp32"}
+        signature |= {**sizes, **dict.fromkeys(constants, "constexpr")}
+        yield Specimen(_up, signature, constants, cuts.expand_warps, cuts.expand_stages)
