@@ -1,10 +1,10 @@
 """NF4 in bitsandbytes' layout: dequantised in one pass, and multiplied by without ever being dequantised in memory.
 
-`nf4_linear` is bound by the arithmetic of decoding before it is by memory. On a GPU eight codes of a 32-bit word are
-looked up together: a byte permute finds one byte of four levels among eight, so two permutes and a third that chooses
-between them give one byte plane of four weights. That is 21 integer operations for eight weights; a level's scale is
-applied to the sum over its block. `nf4_dequantize` must round as float32 does: there each lane of a warp holds a level
-and a code is the lane to shuffle it from.
+`nf4_linear` is bound by the arithmetic of decoding before it is by memory. On a GPU the eight codes of a 32-bit word
+are looked up together. For four of them a byte permute finds one byte of each level among eight, so two permutes and a
+third that chooses between them give one byte plane of four weights; for the other four a lane of the warp holds each
+level, and a code is the lane to shuffle it from. A level's scale is applied to the sum over its block.
+`nf4_dequantize` must round as float32 does and shuffles all.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,11 +42,11 @@ class Config:
 
 CONFIGS: Mapping[tuple[int, int], Config] = MappingProxyType(
     {
-        (16, 8): Config(rows=16, outs=64, unroll=2, num_warps=4, num_stages=5),
-        (32, 8): Config(rows=32, outs=64, unroll=2, num_warps=4, num_stages=4),
-        (64, 8): Config(rows=64, outs=64, unroll=2, num_warps=4, num_stages=3),
-        (16, 9): Config(rows=16, outs=64, unroll=2, num_warps=4, num_stages=6),
-        (32, 9): Config(rows=32, outs=64, unroll=2, num_warps=4, num_stages=5),
+        (16, 8): Config(rows=16, outs=64, unroll=2, num_warps=2, num_stages=4),
+        (32, 8): Config(rows=32, outs=64, unroll=2, num_warps=2, num_stages=4),
+        (64, 8): Config(rows=64, outs=64, unroll=1, num_warps=4, num_stages=4),
+        (16, 9): Config(rows=16, outs=64, unroll=2, num_warps=2, num_stages=4),
+        (32, 9): Config(rows=32, outs=64, unroll=2, num_warps=2, num_stages=4),
         (64, 9): Config(rows=64, outs=64, unroll=2, num_warps=4, num_stages=4),
     }
 )
@@ -118,7 +118,7 @@ def nf4_linear(
     major = _major(x_TI.device)
     config = _config(MAX_ROWS if deterministic else num_rows, major)
     tiles = triton.cdiv(out_features, config.outs)
-    num_splits = _splits(tiles, in_features // 64, _MULTIPROCESSORS.get(major, 148))
+    num_splits = _splits(tiles * config.num_warps, in_features // 64, _MULTIPROCESSORS.get(major, 148))
     sums_STO = y_TO
     if num_splits > 1:
         sums_STO = torch.empty(num_splits, num_rows, out_features, dtype=torch.float32, device=x_TI.device)
@@ -362,31 +362,52 @@ def _shuffle_asm() -> str:
 
 
 def _permute_asm(dtype: torch.dtype) -> str:
-    """Register $q takes the levels of byte q of $4, the high nibble's first."""
+    """Register $q takes the levels of byte q of $4, the high nibble's first.
+
+    Two bytes by permutes, two by shuffles from the lane that holds a level: integer units and shuffles work at the
+    same time. The tables don't depend on $4 and leave the loop; a zero that ptxas
+    can't see through keeps them out of uniform registers, from which each permute would first have to copy them.
+    """
     table = torch.tensor(NF4, dtype=torch.float32).to(dtype).view(torch.uint8).view(16, 2).T.contiguous()
-    planes = [[f"0x{word & 0xFFFFFFFF:08x}" for word in plane] for plane in table.view(torch.int32).tolist()]
-    lines = [
-        ".reg .b32 index, choice, below, above, p0, p1;",
-        "and.b32 index, $4, 0x77777777;",  # place among eight
-        "shr.u32 choice, $4, 1;",
-        "lop3.b32 choice, choice, 0x44444444, 0x32103210, 0xea;",  # byte i of the lower eight, or of the upper
+    words = [f"0x{word & 0xFFFFFFFF:08x}" for word in table.view(torch.int32).flatten().tolist()]
+    look_up = [
+        "prmt.b32 below, t0, t1, index;",
+        "prmt.b32 above, t2, t3, index;",
+        "prmt.b32 low, below, above, choice;",
+        "prmt.b32 below, t4, t5, index;",
+        "prmt.b32 above, t6, t7, index;",
+        "prmt.b32 high, below, above, choice;",
     ]
-    for half in range(2):
-        if half:
-            lines += ["shr.u32 index, index, 16;", "shr.u32 choice, choice, 16;"]
-        for plane, (a, b, c, d) in enumerate(planes):
-            lines += [
-                f"prmt.b32 below, {a}, {b}, index;",
-                f"prmt.b32 above, {c}, {d}, index;",
-                f"prmt.b32 p{plane}, below, above, choice;",
-            ]
-        lines += [f"prmt.b32 ${2 * half}, p0, p1, 0x4051;", f"prmt.b32 ${2 * half + 1}, p0, p1, 0x6273;"]
+    lines = [
+        ".reg .b32 lane, zero, index, choice, below, above, low, high, level;",
+        ".reg .b32 t<8>;",
+        "mov.u32 lane, %laneid;",
+        "mov.u32 zero, %nsmid;",
+        "shr.u32 zero, zero, 24;",
+        "and.b32 zero, zero, lane;",
+        *(f"or.b32 t{i}, zero, {word};" for i, word in enumerate(words)),
+        "and.b32 index, lane, 7;",
+        "shr.u32 choice, lane, 1;",
+        "and.b32 choice, choice, 4;",
+        *look_up,
+        "prmt.b32 level, low, high, 0x4040;",
+        "and.b32 index, $4, 0x7777;",  # place among eight
+        "shr.u32 choice, $4, 1;",
+        "lop3.b32 choice, choice, 0x4444, 0x3210, 0xea;",  # byte i of the lower eight, or of the upper
+        *look_up,
+        "prmt.b32 $0, low, high, 0x4051;",
+        "prmt.b32 $1, low, high, 0x6273;",
+    ]
+    for byte in (2, 3):
+        for half, shift in (("low", 8 * byte + 4), ("high", 8 * byte)):
+            lines += [f"shr.u32 index, $4, {shift};", f"shfl.sync.idx.b32 {half}, level, index, 31, 0xffffffff;"]
+        lines += [f"prmt.b32 ${byte}, low, high, 0x5410;"]
     return "{ " + " ".join(lines) + " }"
 
 
 _SHUFFLE = tl.constexpr(_shuffle_asm())
-_SHUFFLE_REGISTERS = tl.constexpr(",".join(["=f"] * 8 + ["r"] + ["f"] * 4))
-_PERMUTE_REGISTERS = tl.constexpr("=r,=r,=r,=r,r")
+_SHUFFLE_REGISTERS = tl.constexpr(",".join(["=&f"] * 8 + ["r"] + ["f"] * 4))
+_PERMUTE_REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,r")
 _PERMUTE_FP16 = tl.constexpr(_permute_asm(torch.float16))
 _PERMUTE_BF16 = tl.constexpr(_permute_asm(torch.bfloat16))
 
@@ -394,9 +415,10 @@ _PERMUTE_BF16 = tl.constexpr(_permute_asm(torch.bfloat16))
 def candidates() -> Iterator[Config]:
     """Configurations worth timing."""
     for rows in (16, 32, 64):
-        for outs, num_warps in ((16, 1), (32, 2), (64, 4), (128, 4), (128, 8)):
-            for unroll, num_stages in ((1, 4), (1, 7), (2, 3), (2, 5), (4, 3)):
-                yield Config(rows, outs, unroll, num_warps, num_stages)
+        for outs, num_warps in ((32, 2), (64, 2), (64, 4), (128, 4), (128, 8)):
+            for unroll, num_stages in ((1, 4), (1, 6), (2, 3), (2, 4), (2, 5)):
+                if rows * outs // num_warps <= 1024:  # more sums a thread spill
+                    yield Config(rows, outs, unroll, num_warps, num_stages)
 
 
 @contextmanager
@@ -415,14 +437,14 @@ def _config(num_rows: int, major: int) -> Config:
     return CONFIGS[min(64, max(16, triton.next_power_of_2(num_rows))), min(major, 9)]
 
 
-def _splits(tiles: int, blocks: int, multiprocessors: int) -> int:
+def _splits(num_warps: int, blocks: int, multiprocessors: int) -> int:
     """Parts of the input that are summed apart: the number that leaves the busiest multiprocessor the least to do.
 
-    A program costs some six blocks more than it decodes; three programs a multiprocessor hide each other's waiting.
+    A part costs some six blocks more than it decodes; twelve warps a multiprocessor hide each other's waiting.
     """
 
     def cost(splits: int) -> float:
-        busiest = max(3, triton.cdiv(tiles * splits, multiprocessors))
+        busiest = max(12, 2 * triton.cdiv(num_warps * splits, 2 * multiprocessors))
         return busiest * (triton.cdiv(blocks, splits) + 6)
 
     return min(range(1, max(1, min(16, blocks // 8)) + 1), key=cost)
