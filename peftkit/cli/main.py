@@ -32,6 +32,7 @@ COMMANDS: dict[str, str] = {
     "merge": "Merge adapters into a base and write a plain model, with proof.",
     "export": "Write an adapter in another program's format.",
     "serve": "The multi-tenant server.",
+    "data": "Training data: check what would be trained.",
     "base": "Base models that can be named: list, info, fetch.",
     "doctor": "What this machine can do, and how to mend what it can't.",
 }

@@ -2,7 +2,7 @@
 cut. What is wrong beyond doubt is an error, here and where rows are encoded (`encode`)."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -108,17 +108,17 @@ def audit(data: Dataset | Stream, tokenizer: PreTrainedTokenizerBase, *, num_sho
 
 def audit_source(
     name: str, encoding: Encoding, *, max_rows: int | None, num_shown: int = 3, seed: int = 0
-) -> tuple[Audit, set[bytes]]:
+) -> tuple[Audit, dict[bytes, str]]:
     """Reads every row of a source, encodes at most `max_rows` of them drawn at random (None: all), and returns the
-    figures and the keys of all rows. Raises DataError for what is wrong with a row."""
+    figures and, for each distinct row's key, where it stands. Raises DataError for what is wrong with a row."""
     source = open_source(name)
     draw = random.Random(seed)
     kept: list[tuple[int, Row]] = []
-    keys: set[bytes] = set()
+    keys: dict[bytes, str] = {}
     num_rows = 0
     for index, row in enumerate(read_rows(source, encoding.format)):
         num_rows += 1
-        keys.add(row_key(row))
+        keys.setdefault(row_key(row), row.where)
         if max_rows is None or len(kept) < max_rows:
             kept.append((index, row))
         elif (place := draw.randrange(num_rows)) < max_rows:  # each row stays with the same chance
@@ -129,23 +129,16 @@ def audit_source(
     return found, keys
 
 
-def check_overlap(train: Dataset | Stream, valid: Dataset) -> None:
-    """Raises DataError where a row of `valid` is a row of `train` as well (of a stream, one of the first)."""
-    known = (train.head if isinstance(train, Stream) else train).keys
-    both = [key for key in valid.keys if key in known]
+def check_overlap(train: Mapping[bytes, str], valid: Mapping[bytes, str]) -> None:
+    """Raises DataError where a held-out row is a training row as well; both as the rows' keys and where they stand."""
+    both = [key for key in valid if key in train]
     if both:
-        first = f"{valid.keys[both[0]]} is {known[both[0]]}"
-        raise overlap_error(valid.name, len(both), first)
-
-
-def overlap_error(valid: str, count: int, first: str) -> DataError:
-    """The error for held-out rows that are trained on."""
-    more = f" and {count - 1:,} more rows are trained on too" if count > 1 else ""
-    return DataError(
-        f"{valid}: held-out rows are among the training rows: {first}{more}: remove them from one of the files, or set "
-        "data.allow_overlap to true",
-        field="data.valid",
-    )
+        more = f", and so are {len(both) - 1:,} more" if len(both) > 1 else ""
+        raise DataError(
+            f"{valid[both[0]]}: this held-out row is trained on too, at {train[both[0]]}{more}: take such rows out of "
+            "one of the files, or set data.allow_overlap to true",
+            field="data.valid",
+        )
 
 
 def pieces(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:

@@ -122,6 +122,11 @@ class Stream:
         return self.source.name
 
     @property
+    def keys(self) -> dict[bytes, str]:
+        """Key of each distinct row of the first → where it stands."""
+        return self.head.keys
+
+    @property
     def sha256(self) -> str:
         """Hex hash over the source's size, beginning and end."""
         return self.head.sha256

@@ -1,10 +1,14 @@
-"""From a recipe to all that a run works with: encoded data, the base on its device, the adapter attached."""
+"""From a recipe to all that a run works with: encoded data, the base on its device, the adapter attached.
+
+`load` reads every run's data and then the base, which they share; `adapt` puts one run's adapter on it.
+"""
 
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -26,12 +30,29 @@ from peftkit.data import (
     padding_share,
 )
 from peftkit.data.packing import why_not
-from peftkit.errors import InputError, RecipeError, RunError
+from peftkit.errors import InputError, RecipeError
 from peftkit.methods import attach, attached
 from peftkit.recipe import Recipe
 from peftkit.train.folder import versions
 
 logger = logging.getLogger(__name__)
+
+
+class Rows(NamedTuple):
+    """A run's data, encoded."""
+
+    train: Dataset | Stream
+    valid: Dataset | None
+
+
+@dataclass(frozen=True)
+class Resident:
+    """A base in memory, which runs work on one at a time."""
+
+    accelerator: Accelerator
+    base: BaseInfo
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -108,40 +129,57 @@ def prepare(recipe: Recipe) -> Prepared:
 
     Raises the errors of each: DataError, BaseModelError, RecipeError, InputError.
     """
+    resident, (rows,) = load([recipe])
+    return adapt(resident, recipe, rows)
+
+
+def load(recipes: Sequence[Recipe]) -> tuple[Resident, list[Rows]]:
+    """Reads the data of each run, then loads the base that they share. Raises DataError, BaseModelError, RecipeError."""
     accelerator = Accelerator()
-    if accelerator.num_processes > 1:
-        raise RunError("training in several processes isn't supported: start peftkit train without accelerate launch")
-    set_seed(recipe.train.seed)
-    base = resolve_base(recipe.base)
-    tokenizer = load_tokenizer(base)
-    train, valid = _load_data(recipe, tokenizer)
-    model, tokenizer = load_base(
-        base,
-        quant=recipe.quant.kind,
-        double_quant=recipe.quant.double_quant,
-        compute_dtype=recipe.quant.compute_dtype,
-        dtype=recipe.quant.compute_dtype,
-        device=accelerator.device,
-    )
-    try:
-        attach(model, recipe.method, tokenizer=tokenizer, seed=recipe.train.seed)
-    except InputError as error:  # its message begins with the method's field
-        raise RecipeError(f"method.{error}", field=f"method.{error.field}") from error
+    if not accelerator.is_main_process:
+        logging.getLogger("peftkit").setLevel(logging.ERROR)  # one process tells what all of them do
+    first = recipes[0]
+    with accelerator.main_process_first():  # which converts a base that isn't a folder yet
+        base = resolve_base(first.base)
+        tokenizer = load_tokenizer(base)
+    rows = [_load_data(recipe, tokenizer) for recipe in recipes]
+    with accelerator.main_process_first():
+        model, tokenizer = load_base(
+            base,
+            quant=first.quant.kind,
+            double_quant=first.quant.double_quant,
+            compute_dtype=first.quant.compute_dtype,
+            dtype=first.quant.compute_dtype,
+            device=accelerator.device,
+        )
+    return Resident(accelerator, base, model, tokenizer), rows
+
+
+def adapt(resident: Resident, recipe: Recipe, rows: Rows) -> Prepared:
+    """Attaches a run's adapters to a bare resident base and seeds the generators. Raises RecipeError, InputError."""
+    model = resident.model
+    set_seed(recipe.train.seed, device_specific=True)
+    for index, config in enumerate(recipe.methods):
+        try:
+            attach(model, config, tokenizer=resident.tokenizer, seed=recipe.train.seed)
+        except InputError as error:  # its message begins with the method's field
+            where = f"method.{index}" if len(recipe.methods) > 1 else "method"
+            raise RecipeError(f"{where}.{error}", field=f"{where}.{error.field}") from error
     assert any(parameter.requires_grad for parameter in model.parameters()), "an adapter has trainable parameters"
-    _check_context(model, recipe, train, valid)
+    _check_context(model, recipe, rows)
     packed = _packing(model, recipe)
-    if recipe.train.gradient_checkpointing:
-        _checkpoint_activations(model)
+    _checkpoint_activations(model, recipe.train.gradient_checkpointing)
     model.train()
-    return Prepared(recipe, accelerator, base, model, tokenizer, train, valid, packed)
+    accelerator, base, tokenizer = resident.accelerator, resident.base, resident.tokenizer
+    return Prepared(recipe, accelerator, base, model, tokenizer, rows.train, rows.valid, packed)
 
 
 def virtual_tokens(recipe: Recipe) -> int:
-    """Positions that the recipe's method puts in front of each row."""
-    return getattr(recipe.method, "num_virtual_tokens", 0)
+    """Positions that the recipe's methods put in front of each row."""
+    return sum(getattr(config, "num_virtual_tokens", 0) for config in recipe.methods)
 
 
-def _load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset | Stream, Dataset | None]:
+def _load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Rows:
     """Reads training and held-out rows and shows what they are. Raises DataError, RecipeError."""
     data = recipe.data
     how: dict[str, Any] = {
@@ -154,10 +192,10 @@ def _load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Data
     train = load(data.train, tokenizer, **how)
     valid = load_dataset(data.valid, tokenizer, **how) if data.valid else None
     if valid is not None and not data.allow_overlap:
-        check_overlap(train, valid)
+        check_overlap(train.keys, valid.keys)
     color = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     logger.info("%s", audit(train, tokenizer, seed=recipe.train.seed).text(color=color))
-    return train, valid
+    return Rows(train, valid)
 
 
 def _packing(model: PreTrainedModel, recipe: Recipe) -> bool:
@@ -172,10 +210,10 @@ def _packing(model: PreTrainedModel, recipe: Recipe) -> bool:
     return reason is None
 
 
-def _check_context(model: PreTrainedModel, recipe: Recipe, train: Dataset | Stream, valid: Dataset | None) -> None:
+def _check_context(model: PreTrainedModel, recipe: Recipe, rows: Rows) -> None:
     context = int(model.config.max_position_embeddings)
-    lengths: list[int] = [recipe.data.max_length] if isinstance(train, Stream) else train.lengths
-    longest = max(lengths + (valid.lengths if valid else [])) + virtual_tokens(recipe)
+    lengths: list[int] = [recipe.data.max_length] if isinstance(rows.train, Stream) else rows.train.lengths
+    longest = max(lengths + (rows.valid.lengths if rows.valid else [])) + virtual_tokens(recipe)
     if longest > context:
         raise InputError(
             f"data.max_length: the longest row takes {longest} positions, the base has {context}: "
@@ -184,7 +222,10 @@ def _check_context(model: PreTrainedModel, recipe: Recipe, train: Dataset | Stre
         )
 
 
-def _checkpoint_activations(model: PreTrainedModel) -> None:
-    if not model.supports_gradient_checkpointing:
+def _checkpoint_activations(model: PreTrainedModel, wanted: bool) -> None:
+    if wanted and not model.supports_gradient_checkpointing:
         raise RecipeError("train.gradient_checkpointing: this base doesn't support it: set it to false")
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if wanted:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    elif model.is_gradient_checkpointing:
+        model.gradient_checkpointing_disable()
