@@ -77,7 +77,7 @@ def _build(
         case BottleneckConfig():
             return BottleneckAdapter(model, config, generator=generator)
         case PTuningConfig():
-            return PTuning(model, config, generator=generator)
+            return PTuning(model, config, tokenizer=tokenizer, generator=generator)
         case PromptTuningConfig():
             return PromptTuning(model, config, tokenizer=tokenizer, generator=generator)
         case PrefixTuningConfig() | PTuningV2Config():

@@ -9,7 +9,7 @@ import regex
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftkit.errors import AdapterError, InputError, did_you_mean
 
@@ -144,6 +144,11 @@ def base_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
                     shape = (module.out_features, module.in_features)
                 shapes[f"{path}.{name}".replace(".base_layer.", ".")] = shape
     return shapes
+
+
+def input_embedding(model: PreTrainedModel) -> nn.Embedding:
+    """A model's input embedding; one that is adapted stands for the base's with all that is asked of it."""
+    return cast(nn.Embedding, model.get_input_embeddings())
 
 
 def matrices(parameters: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:

@@ -35,7 +35,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from peftkit.errors import UnsupportedError
-from peftkit.methods.method import Method, StartsFromText, exported, initial_token_ids, seeded, text_positions
+from peftkit.methods.method import (
+    Method,
+    StartsFromText,
+    exported,
+    initial_token_ids,
+    input_embedding,
+    seeded,
+    text_positions,
+)
 from peftkit.methods.soft_prompt import KEY
 
 ATTENTION = "peftkit_prefix"
@@ -122,8 +130,7 @@ class Prefix(Method):
         self.config = config
         self.kind = config.kind  # type: ignore[misc]
         self._model = model
-        embedding = model.get_input_embeddings()
-        assert isinstance(embedding, nn.Embedding)
+        embedding = input_embedding(model)
         self._device = embedding.weight.device
         K = settings.num_key_value_heads
         self._view = (config.num_virtual_tokens, settings.num_hidden_layers, 2, K, kv_width(settings) // K)

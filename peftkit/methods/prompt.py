@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from peftkit.methods.method import StartsFromText, initial_token_ids
+from peftkit.methods.method import StartsFromText, initial_token_ids, input_embedding
 from peftkit.methods.soft_prompt import KEY, SoftPrompt, VirtualTokens
 
 
@@ -50,8 +50,7 @@ class PromptTuning(SoftPrompt):
         generator: torch.Generator,
     ) -> None:
         self.config = config
-        embedding = model.get_input_embeddings()
-        assert isinstance(embedding, nn.Embedding)
+        embedding = input_embedding(model)
         start = config.initial(embedding.weight.detach(), tokenizer, generator)
         super().__init__(model, config.num_virtual_tokens, VirtualTokens(start))
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from peftkit.errors import UnsupportedError
-from peftkit.methods.method import Method, exported, text_positions
+from peftkit.methods.method import Method, exported, input_embedding, text_positions
 
 KEY = "prompt_embeddings"
 
@@ -40,8 +40,7 @@ class SoftPrompt(Method):
     """
 
     def __init__(self, model: PreTrainedModel, num_virtual_tokens: int, encoder: nn.Module) -> None:
-        embedding = model.get_input_embeddings()
-        assert isinstance(embedding, nn.Embedding)
+        embedding = input_embedding(model)
         self._model, self._embedding = model, embedding
         self._num_virtual = num_virtual_tokens
         self._prepended = False

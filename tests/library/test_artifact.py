@@ -19,6 +19,7 @@ from peftkit.methods import (
     LoraConfig,
     PrefixTuningConfig,
     PromptTuningConfig,
+    PTuningConfig,
     PTuningV2Config,
     attach,
     attached,
@@ -262,6 +263,8 @@ PAIRS = [
     (PTuningV2Config(num_virtual_tokens=4), CONFIG),
     (BottleneckConfig(bottleneck_size=3), PrefixTuningConfig(num_virtual_tokens=2)),
     (CONFIG, BottleneckConfig(bottleneck_size=3, variant="parallel")),
+    (LoraConfig(r=2, targets=["embed_tokens", "lm_head"]), PTuningConfig(num_virtual_tokens=2)),
+    (LoraConfig(r=2, modules_to_save=["embed_tokens"]), PromptTuningConfig(num_virtual_tokens=2)),
 ]
 
 

@@ -1,5 +1,7 @@
 """LoRA and prompt tuning on tiny random models: what attach promises, and what it refuses."""
 
+from typing import Any, Literal
+
 import pytest
 import torch
 from pydantic import ValidationError
@@ -218,14 +220,19 @@ def test_prompt_tuning_equals_embeddings_put_in_front_by_hand(model: PreTrainedM
     torch.testing.assert_close(ours, model(inputs_embeds=embeds).logits[:, 4:], atol=1e-5, rtol=1e-4)
 
 
-def test_text_init_takes_the_texts_own_embeddings(model: PreTrainedModel) -> None:
-    class Tokenizer:
-        def __call__(self, text: str, add_special_tokens: bool) -> "Tokenizer":
-            assert not add_special_tokens
-            self.input_ids = [5, 6, 7]
-            return self
+class Tokenizer:
+    """Has three tokens for any text."""
 
-    config = PromptTuningConfig(num_virtual_tokens=5, init_text="some words")
+    def __call__(self, text: str, add_special_tokens: bool) -> "Tokenizer":
+        assert not add_special_tokens
+        self.input_ids = [5, 6, 7]
+        return self
+
+
+@pytest.mark.parametrize("encoder", ["mlp", "lstm", None])
+def test_text_init_takes_the_texts_own_embeddings(model: PreTrainedModel, encoder: Literal["mlp", "lstm"]) -> None:
+    text: dict[str, Any] = {"num_virtual_tokens": 5, "init_text": "some words"}
+    config = PTuningConfig(**text, encoder=encoder) if encoder else PromptTuningConfig(**text)
     assert config.init == "text"
     attach(model, config, tokenizer=Tokenizer())  # type: ignore[arg-type]
     expected = model.get_input_embeddings().weight[[5, 6, 7, 5, 6]]
