@@ -63,8 +63,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora-plus": ("lora", {"lr_ratio": 4.0}),
     "lora-pissa": ("lora", {"init": "pissa"}),
     "prefix-narrow": ("prefix", {"encoder_hidden_size": 128}),
-    "ptuning-40": ("ptuning", {"num_virtual_tokens": 40}),
-    "prompt-50": ("prompt", {"num_virtual_tokens": 50}),
+    "ptuning-random": ("ptuning", {"init": "random", "init_text": None}),
+    "ptuning-random-40": ("ptuning", {"init": "random", "init_text": None, "num_virtual_tokens": 40}),
+    "prompt-20": ("prompt", {"num_virtual_tokens": 20}),
 }
 """Other settings of a method that can be tried by name: `--methods lora,lora-plus --trials-only`."""
 
@@ -80,8 +81,8 @@ def our_config(method: str, task: Task) -> AnyConfig:
         "bottleneck": BottleneckConfig(variant="houlsby", bottleneck_size=32),
         "prefix": PrefixTuningConfig(**text),
         "ptuning_v2": PTuningV2Config(**text),
-        "ptuning": PTuningConfig(num_virtual_tokens=VIRTUAL_TOKENS),
-        "prompt": PromptTuningConfig(**text),
+        "ptuning": PTuningConfig(**text),
+        "prompt": PromptTuningConfig(**text | {"num_virtual_tokens": 50}),
     }
     return configs[method]
 
