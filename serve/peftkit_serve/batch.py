@@ -32,7 +32,8 @@ class Batch:
     segments: Segments | None
     """Rows by adapter slot; None when all rows are the bare base's."""
     sample_row_X: Tensor
-    """int64: last row of each chunk that draws a token."""
+    """int64: rows whose logits are asked for, chunk after chunk: those that have a target, then the last row of a chunk
+    that draws a token."""
     sample_segments: Segments | None
     """These rows, counted in their own order, by adapter slot; None when all are the bare base's."""
 
@@ -52,7 +53,10 @@ def build_batch(chunks: Sequence[Chunk], *, page_tokens: int, device: torch.devi
     n_T = torch.repeat_interleave(torch.arange(len(chunks)), torch.tensor(lengths))
     cell_T = page_NM[n_T, position_T // page_tokens].long() * page_tokens + position_T % page_tokens
     slots = torch.tensor([chunk.slot for chunk in chunks])
-    sample_slots = torch.tensor([chunk.slot for chunk in chunks if chunk.sample is not None], dtype=torch.int64)
+    asked = [_asked_rows(chunk, start) for chunk, start in zip(chunks, starts, strict=False)]
+    sample_slots = torch.tensor(
+        [chunk.slot for chunk, rows in zip(chunks, asked, strict=True) for _ in rows], dtype=torch.int64
+    )
     return Batch(
         token_T=torch.tensor([*chain.from_iterable(chunk.token_ids for chunk in chunks)]).to(device),
         position_T=position_T.to(device),
@@ -62,12 +66,15 @@ def build_batch(chunks: Sequence[Chunk], *, page_tokens: int, device: torch.devi
         page_NM=page_NM.to(device),
         num_virtual_N=torch.tensor([chunk.num_virtual for chunk in chunks], dtype=torch.int32).to(device),
         segments=_segments(slots[n_T], device),
-        sample_row_X=torch.tensor(
-            [end - 1 for chunk, end in zip(chunks, starts[1:], strict=True) if chunk.sample is not None],
-            dtype=torch.int64,
-        ).to(device),
+        sample_row_X=torch.tensor([*chain.from_iterable(asked)], dtype=torch.int64).to(device),
         sample_segments=_segments(sample_slots, device),
     )
+
+
+def _asked_rows(chunk: Chunk, start: int) -> list[int]:
+    """Rows of a chunk, which begins at row `start`, whose logits are asked for."""
+    last = [] if chunk.sample is None else [start + len(chunk.token_ids) - 1]
+    return [*range(start, start + len(chunk.targets)), *last]
 
 
 def _segments(slot_T: Tensor, device: torch.device) -> Segments | None:

@@ -8,7 +8,7 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Generator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypedDict
 
@@ -21,14 +21,24 @@ from peftkit_serve.adapters.loader import AdapterLoader
 from peftkit_serve.adapters.pool import AdapterPool
 from peftkit_serve.adapters.store import AdapterStore
 from peftkit_serve.detokenizer import Detokenizer
+from peftkit_serve.grammar import Grammars
 from peftkit_serve.models.spec import ModelSpec
 from peftkit_serve.pages import PageAllocator
-from peftkit_serve.request import FinishReason, Request, RequestOutput
+from peftkit_serve.plan import StepPlan, StepResult
+from peftkit_serve.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from peftkit_serve.runner import Runner
 from peftkit_serve.scheduler import Scheduler
 from peftkit_serve.scheduler import Sequence as Live
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Log-probabilities that a request asked for, as far as it has come."""
+
+    generated: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    prompt: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
 
 
 class EngineStats(TypedDict):
@@ -127,7 +137,9 @@ class Engine:
         self._decoder = self.tokenizer.backend_tokenizer
         eos = self.tokenizer.eos_token_id
         self._eos = {*self.spec.eos_token_ids, *([eos] if isinstance(eos, int) else [])}
+        self.grammars = Grammars(self.tokenizer, self.spec.vocab_size, eos if isinstance(eos, int) else None)
         self._texts: dict[str, Detokenizer] = {}
+        self._scores: dict[str, Scores] = {}
         self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
 
     def room(self, adapter: str | None = None) -> int:
@@ -156,6 +168,10 @@ class Engine:
                 field="prompt",
             )
         params = request.sampling
+        outside = next((token for token, _ in params.logit_bias if not 0 <= token < self.spec.vocab_size), None)
+        if outside is not None:
+            last = self.spec.vocab_size - 1
+            raise InputError(f"logit_bias has token id {outside}: ids are 0 to {last}", field="logit_bias")
         live = Live(
             request_id=request.request_id,
             num_prompt=len(token_ids),
@@ -164,8 +180,14 @@ class Engine:
             seed=secrets.randbits(63) if params.seed is None else params.seed % 2**63,
             uid=None if adapter is None else adapter.uid,
             num_virtual=num_virtual,
+            tenant=request.tenant,
+            weight=request.weight,
+            priority=request.priority,
+            constraint=None if params.json_schema is None else self.grammars.json(params.json_schema),
         )
         self._scheduler.add(live)
+        if params.logprobs is not None or params.prompt_logprobs is not None:
+            self._scores[live.request_id] = Scores()
         self._texts[live.request_id] = Detokenizer(self._decoder, params.stop)
         self._num_prompt_tokens += live.num_prompt
         return live.request_id
@@ -173,21 +195,46 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Computes one step. Returns an output for each request that drew a token or ended.
 
-        When the device fails, the requests of this step end with "error" and the engine goes on with the others.
+        When the device fails, the requests of the step are computed one by one, so that only those end with "error"
+        that fail alone too.
         """
         plan = self._scheduler.schedule()
         outputs = [self._end(live, "error", error=str(error)) for live, error in self._scheduler.take_rejected()]
         if not plan.chunks:
             return outputs
         self._num_steps += 1
+        for part in self._computed(plan, outputs):
+            outputs += self._book(*part)
+        return outputs
+
+    def _computed(self, plan: StepPlan, outputs: list[RequestOutput]) -> list[tuple[StepPlan, StepResult]]:
+        """The plan and its result; when it fails, each chunk with its own, those aside that fail again."""
         try:
-            result = self._runner.run(plan)
-        except Exception as error:  # whatever the device raises ends the requests in this step, not the engine
+            return [(plan, self._runner.run(plan))]
+        except Exception as error:  # whatever the device raises ends requests of this step, not the engine
             logger.exception("a step of %d requests failed", len(plan.chunks))
-            message = f"the step that computed this request failed: {type(error).__name__}"
-            failed = [self._scheduler.get(chunk.request_id) for chunk in plan.chunks]
-            return outputs + [self._end(live, "error", error=message) for live in failed if live is not None]
-        outputs += [self._advance(live) for live in self._scheduler.update(plan, result)]
+            if len(plan.chunks) == 1:
+                live = self._scheduler.get(plan.chunks[0].request_id)
+                assert live is not None
+                message = f"the step that computed this request failed: {type(error).__name__}"
+                outputs.append(self._end(live, "error", error=message))
+                return []
+        # what a chunk writes it writes again alike: its own pages, from its own tokens
+        alone = [
+            StepPlan((chunk,), tuple(copy for copy in plan.copies if copy[1] in chunk.block_table))
+            for chunk in plan.chunks
+        ]
+        return [part for one in alone for part in self._computed(one, outputs)]
+
+    def _book(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
+        """Appends what a step drew to its requests; an output for each of them."""
+        for chunk in plan.chunks:
+            if chunk.targets:
+                kept = self._scores[chunk.request_id].prompt
+                kept[chunk.start - chunk.num_virtual :] = result.prompt_logprobs[chunk.request_id]
+        for request_id, one in result.logprobs.items():
+            self._scores[request_id].generated.append(one)
+        outputs = [self._advance(live) for live in self._scheduler.update(plan, result)]
         spoiled = [self._scheduler.get(request_id) for request_id, token_id in result.tokens.items() if token_id < 0]
         message = "its logits are not finite: the adapter's weights are too large"
         return outputs + [self._end(live, "error", error=message) for live in spoiled if live is not None]
@@ -227,7 +274,7 @@ class Engine:
         held = self._scheduler.check_integrity()
         held.update(self._pool.check_integrity(references, pins))
         self._pages.check_integrity(held)
-        assert set(self._texts) == {live.request_id for live in (*running, *waiting)}
+        assert set(self._texts) == {live.request_id for live in (*running, *waiting)} >= set(self._scores)
 
     def stats(self) -> EngineStats:
         """Counts for people and metrics; may be called from any thread."""
@@ -273,10 +320,12 @@ class Engine:
         """The output after a request's new token, its last one if the token ends it."""
         self._num_generated_tokens += 1
         token_id, text = live.token_ids[-1], self._texts[live.request_id]
-        if token_id in self._eos and not live.params.ignore_eos:
+        if token_id in self._eos and (live.constraint is not None or not live.params.ignore_eos):
             return self._end(live, "stop")
+        if live.constraint is not None:
+            live.constraint.accept(token_id)
         delta = text.push(token_id)
-        if text.stopped:
+        if text.stopped or (live.constraint is not None and live.constraint.complete):
             return self._end(live, "stop", delta)
         if live.num_generated == live.params.max_tokens:
             return self._end(live, "length", delta)
@@ -289,11 +338,22 @@ class Engine:
         delta += text.flush()
         if text.stopped and reason == "length":
             reason = "stop"
-        return replace(self._output(live, text, delta), finish_reason=reason, error=error)
+        output = replace(self._output(live, text, delta), finish_reason=reason, error=error)
+        self._scores.pop(live.request_id, None)
+        return output
 
     def _output(self, live: Live, text: Detokenizer, delta: str) -> RequestOutput:
         token_ids = tuple(live.token_ids[live.num_prompt :])
-        return RequestOutput(live.request_id, text.text, delta, token_ids, live.num_prompt)
+        scores = self._scores.get(live.request_id)
+        return RequestOutput(
+            live.request_id,
+            text.text,
+            delta,
+            token_ids,
+            live.num_prompt,
+            logprobs=() if scores is None else tuple(scores.generated),
+            prompt_logprobs=() if scores is None else tuple(scores.prompt),
+        )
 
 
 def _check_at_least_one(**settings: int) -> None:

@@ -4,9 +4,27 @@ The scheduler answers `schedule() -> StepPlan`; the runner turns it into tensors
 Prefill and decode are one thing: a chunk of tokens whose keys and values are still to be computed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from peftkit_serve.request import SamplingParams
+from peftkit_serve.request import SamplingParams, TokenLogprobs
+
+
+class Constraint(Protocol):
+    """What a request's answer is held to: which tokens may come next. It has state, and belongs to one request."""
+
+    def allowed(self) -> bytes:
+        """One bit a token of the vocabulary, the lowest first; 1 for a token that may come next."""
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """Goes on past an allowed token."""
+        ...
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing may come any more."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +36,9 @@ class Sample:
     """The request's seed, resolved; with `step` it fixes the random draw."""
     step: int
     """How many tokens the request has generated before this one."""
+    history: tuple[int, ...] = ()
+    """Prompt and generated tokens, where penalties need them; the last `step` of them were generated."""
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +58,10 @@ class Chunk:
     """Virtual tokens at the head of the block table; they stay visible under a sliding window."""
     sample: Sample | None
     """None while a prompt is not yet wholly computed."""
+    targets: tuple[int, ...] = ()
+    """The prompt's own next tokens after the chunk's first positions, whose log-probabilities are asked for."""
+    num_top_targets: int = 0
+    """Likeliest tokens to report beside each of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +75,11 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step drew: request id → token id, one for each chunk that had `sample`."""
+    """What a step drew, by request id: a token for each chunk that had `sample`."""
 
     tokens: dict[str, int]
     """-1 where nothing can be drawn because the logits are not finite."""
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict[str, TokenLogprobs])
+    """Of drawn tokens, where a chunk's parameters ask for them."""
+    prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict[str, tuple[TokenLogprobs, ...]])
+    """One for each of a chunk's `targets`."""

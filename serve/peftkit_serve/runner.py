@@ -16,8 +16,8 @@ from peftkit_serve.models.decoder import Decoder
 from peftkit_serve.models.spec import ModelSpec, read_spec
 from peftkit_serve.models.weights import base_linear, load_weights
 from peftkit_serve.pages import PAGE_TOKENS, pages_for
-from peftkit_serve.plan import Chunk, StepPlan, StepResult
-from peftkit_serve.sampler import draw
+from peftkit_serve.plan import Chunk, Sample, StepPlan, StepResult
+from peftkit_serve.sampler import draw, logprobs
 
 _ROOMY_RANK = 64  # by default adapter memory holds all slots at this rank on every linear layer
 
@@ -97,11 +97,9 @@ class Runner:
                 copy_pages(kv, source_X, destination_X)
         batch = self._batch(plan.chunks)
         hidden_XH = self._decoder.forward(batch, self._kv)
-        drawing = [(chunk.request_id, chunk.sample) for chunk in plan.chunks if chunk.sample is not None]
-        if not drawing:
+        if not hidden_XH.shape[0]:
             return StepResult({})
-        tokens = draw(self._decoder.logits(hidden_XH, batch), [sample for _, sample in drawing])
-        return StepResult(dict(zip([request_id for request_id, _ in drawing], tokens, strict=True)))
+        return _draw(self._decoder.logits(hidden_XH, batch), plan.chunks)
 
     @torch.inference_mode()
     def compute_prefix(self, embeddings_VH: Tensor, block_table: Sequence[int], slot: int = -1) -> None:
@@ -129,6 +127,44 @@ class Runner:
 
     def _batch(self, chunks: Sequence[Chunk]) -> Batch:
         return build_batch(chunks, page_tokens=PAGE_TOKENS, device=self._device)
+
+
+def _draw(logits_XV: Tensor, chunks: Sequence[Chunk]) -> StepResult:
+    """Draws the chunks' tokens and scores their targets. The rows are those of `Batch.sample_row_X`."""
+    drawing: list[tuple[int, Chunk, Sample]] = []
+    scored: list[tuple[Chunk, range]] = []
+    row = 0
+    for chunk in chunks:
+        if chunk.targets:
+            scored.append((chunk, range(row, row + len(chunk.targets))))
+            row += len(chunk.targets)
+        if chunk.sample is not None:
+            drawing.append((row, chunk, chunk.sample))
+            row += 1
+    rows = [row for row, _, _ in drawing]
+    logits_NV = logits_XV if len(rows) == len(logits_XV) else logits_XV[rows]
+    tokens = draw(logits_NV, [sample for _, _, sample in drawing]) if drawing else []
+    drawn = {chunk.request_id: token for (_, chunk, _), token in zip(drawing, tokens, strict=True)}
+    reported = [
+        (row, chunk.request_id, sample.params.logprobs)
+        for row, chunk, sample in drawing
+        if sample.params.logprobs is not None and drawn[chunk.request_id] >= 0
+    ]
+    chosen = logprobs(
+        logits_XV[[row for row, _, _ in reported]],
+        [drawn[name] for _, name, _ in reported],
+        [n for _, _, n in reported],
+    )
+    return StepResult(
+        drawn,
+        dict(zip([name for _, name, _ in reported], chosen, strict=True)),
+        {
+            chunk.request_id: tuple(
+                logprobs(logits_XV[rows.start : rows.stop], chunk.targets, [chunk.num_top_targets] * len(rows))
+            )
+            for chunk, rows in scored
+        },
+    )
 
 
 def default_num_pages(spec: ModelSpec, budget_bytes: int, dtype: torch.dtype) -> int:

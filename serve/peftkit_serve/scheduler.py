@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 
 from peftkit.errors import AdapterError, InputError
 from peftkit_serve.pages import NO_PREFIX, PAGE_TOKENS, PageAllocator, Prefix, pages_behind, pages_for
-from peftkit_serve.plan import Chunk, Sample, StepPlan, StepResult
+from peftkit_serve.plan import Chunk, Constraint, Sample, StepPlan, StepResult
 from peftkit_serve.request import SamplingParams
 
 
@@ -78,9 +78,15 @@ class Sequence:
     uid: str | None = None
     num_virtual: int = 0
     """Virtual tokens of its adapter."""
+    tenant: str = ""
+    weight: float = 1.0
+    priority: int = 0
+    constraint: Constraint | None = None
     arrival: int = -1
     num_computed: int = 0
     """Tokens of `token_ids` whose keys and values are in the pages."""
+    num_scored: int = 0
+    """Prompt tokens after the first whose log-probabilities were asked for and computed."""
     num_bypassed: int = 0
     """Later arrivals that were admitted while its adapter was not ready."""
     table: list[int] = field(default_factory=list[int])
@@ -100,7 +106,7 @@ class Sequence:
         """The next `num_tokens` tokens to compute."""
         assert self.residence is not None and 0 < num_tokens
         end = self.num_computed + num_tokens
-        drawn = Sample(self.params, self.seed, self.num_generated) if end == len(self.token_ids) else None
+        scored = self.params.prompt_logprobs is not None and self.num_scored < self.num_prompt - 1
         return Chunk(
             request_id=self.request_id,
             token_ids=tuple(self.token_ids[self.num_computed : end]),
@@ -108,8 +114,14 @@ class Sequence:
             block_table=tuple(self.table),
             slot=self.residence.slot,
             num_virtual=self.num_virtual,
-            sample=drawn,
+            sample=self._sample() if end == len(self.token_ids) else None,
+            targets=tuple(self.token_ids[self.num_computed + 1 : min(end + 1, self.num_prompt)]) if scored else (),
+            num_top_targets=self.params.prompt_logprobs or 0,
         )
+
+    def _sample(self) -> Sample:
+        history = tuple(self.token_ids) if self.params.has_penalties else ()
+        return Sample(self.params, self.seed, self.num_generated, history, self.constraint)
 
 
 class Scheduler:
@@ -216,6 +228,7 @@ class Scheduler:
         for chunk in plan.chunks:
             sequence = self._sequences[chunk.request_id]
             sequence.num_computed += len(chunk.token_ids)
+            sequence.num_scored += len(chunk.targets)
             if chunk.sample is not None and (token_id := result.tokens[chunk.request_id]) >= 0:
                 sequence.token_ids.append(token_id)
                 drawn.append(sequence)
@@ -278,6 +291,8 @@ class Scheduler:
         self._pages.release(sequence.table)
         sequence.table = []
         sequence.num_computed = 0
+        if sequence.num_scored < sequence.num_prompt - 1:  # the chunks of the next attempt may be cut elsewhere
+            sequence.num_scored = 0
         sequence.residence = None
         if sequence.uid is not None:
             self._adapters.unpin(sequence.uid)

@@ -1,0 +1,160 @@
+"""Penalties, biases, log-probabilities and constraints: each against its formula or an independent reader."""
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from peftkit.errors import InputError
+from peftkit_serve import Engine, Request, SamplingParams
+from peftkit_serve.plan import Sample, StepPlan, StepResult
+from peftkit_serve.request import RequestOutput
+from peftkit_serve.sampler import draw
+
+MakeEngine = Callable[..., Engine]
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+
+
+def ask(engine: Engine, prompt: Any, adapter: str | None = None, **fields: Any) -> RequestOutput:
+    return next(iter(engine.generate([Request(prompt, adapter, SamplingParams(**GREEDY | fields))])))
+
+
+def test_penalties_and_biases_are_those_of_the_formula(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(30):
+        logits = torch.randn(50) * 2
+        history = [rng.randrange(50) for _ in range(12)]
+        step = rng.randint(0, 8)
+        bias = tuple((token, rng.uniform(-3, 3)) for token in rng.sample(range(50), 4))
+        params = SamplingParams(
+            temperature=0.0,
+            presence_penalty=rng.uniform(-2, 2),
+            frequency_penalty=rng.uniform(-2, 2),
+            repetition_penalty=rng.uniform(0.5, 2),
+            logit_bias=bias,
+        )
+        expected = [float(value) for value in logits]
+        for token, value in bias:
+            expected[token] += value
+        generated = history[len(history) - step :]
+        for token in range(50):
+            if token in history:
+                expected[token] *= params.repetition_penalty ** (-1 if expected[token] > 0 else 1)
+            if token in generated:
+                expected[token] -= params.presence_penalty + params.frequency_penalty * generated.count(token)
+        before = logits.clone()
+        drawn = draw(logits[None], [Sample(params, 0, step, tuple(history))])
+        assert drawn == [max(range(50), key=expected.__getitem__)]
+        assert torch.equal(logits, before), "the caller's logits are changed"
+
+
+def test_a_strong_bias_decides_and_a_token_outside_the_vocabulary_is_refused(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    assert ask(engine, [1, 2], max_tokens=5, logit_bias=((77, 100.0),)).token_ids == (77,) * 5
+    with pytest.raises(InputError) as caught:
+        ask(engine, [1], logit_bias=((260, 1.0),))
+    assert caught.value.field == "logit_bias" and not engine.has_work()
+
+
+def test_a_frequency_penalty_makes_a_loop_end(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    loop = ask(engine, [1, 2], max_tokens=40, logit_bias=((77, 30.0),), frequency_penalty=2.0, presence_penalty=2.0)
+    assert len(set(loop.token_ids)) > 1
+
+
+@pytest.mark.parametrize("chunk", [5, 32])
+def test_logprobs_of_prompt_and_answer_are_those_of_transformers(
+    make_engine: MakeEngine, base_folder: Any, seed: int, chunk: int
+) -> None:
+    prompt = torch.randint(0, 256, (13,)).tolist()
+    engine = make_engine(max_tokens_per_step=chunk, max_requests=4)
+    params: dict[str, Any] = {"logprobs": 3, "prompt_logprobs": 2, "frequency_penalty": 0.7}
+    answer = ask(engine, prompt, max_tokens=6, **params)
+    ids = [*prompt, *answer.token_ids]
+    with torch.inference_mode():
+        logits = AutoModelForCausalLM.from_pretrained(base_folder)(torch.tensor([ids])).logits[0]
+    expected = logits.double().log_softmax(-1)
+    assert len(answer.prompt_logprobs) == 12 and len(answer.logprobs) == 6
+    for position, one in enumerate((*answer.prompt_logprobs, *answer.logprobs)):
+        assert one.token_id == ids[position + 1]
+        assert one.logprob == pytest.approx(float(expected[position, one.token_id]), abs=1e-4)
+        values, tokens = expected[position].topk(2 if position < 12 else 3)
+        assert [token for token, _ in one.top] == tokens.tolist()
+        assert [value for _, value in one.top] == pytest.approx(values.tolist(), abs=1e-4)
+
+
+def test_logprobs_change_no_token_and_survive_preemption(make_engine: MakeEngine) -> None:
+    plain = {prompt: ask(make_engine(), [prompt] * 15, max_tokens=30).token_ids for prompt in (1, 2)}
+    engine = make_engine(num_pages=4)
+    params = SamplingParams(max_tokens=30, logprobs=1, prompt_logprobs=0, **GREEDY)
+    outputs = list(engine.generate([Request([prompt] * 15, None, params) for prompt in (1, 2)]))
+    assert engine.stats()["preemptions"] >= 1
+    for output in outputs:
+        assert output.token_ids in plain.values()
+        assert [one.token_id for one in output.logprobs] == list(output.token_ids)
+        assert len(output.prompt_logprobs) == 14
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "kind": {"enum": ["red", "blue"]},
+        "counts": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+    },
+    "required": ["name", "kind", "counts"],
+    "additionalProperties": False,
+}
+
+
+def test_constrained_answers_are_valid_by_an_independent_validator(make_engine: MakeEngine, seed: int) -> None:
+    engine = make_engine()
+    params = [
+        SamplingParams(max_tokens=120, temperature=1.5, seed=seed + n, json_schema=json.dumps(SCHEMA)) for n in range(6)
+    ]
+    free = SamplingParams(max_tokens=20, seed=seed)
+    outputs = list(engine.generate([*(Request([65], None, one) for one in params), Request([65], None, free)]))
+    constrained = [output for output in outputs if output.text.startswith("{")]
+    assert len(constrained) >= 6
+    for output in constrained[:6]:
+        assert output.finish_reason == "stop"
+        assert jsonschema_rs.is_valid(SCHEMA, json.loads(output.text)), output.text
+    assert len({output.text for output in constrained}) > 1
+
+
+@pytest.mark.parametrize(
+    "schema", ["{", '{"type": "nonsense"}', '{"not": {"type": "string"}}', '{"$ref": "http://x/y"}', " " * 300_000]
+)
+def test_a_schema_that_cant_be_kept_is_refused_and_leaves_no_trace(make_engine: MakeEngine, schema: str) -> None:
+    engine = make_engine()
+    with pytest.raises(InputError) as caught:
+        ask(engine, [1], json_schema=schema)
+    assert caught.value.field == "json_schema" and len(str(caught.value)) < 400
+    assert not engine.has_work()
+
+
+def test_a_request_that_makes_a_step_fail_ends_alone(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = {"good": [1, 2, 3], "bad": [9, 9, 9], "fine": [4, 5]}
+    alone = {name: ask(make_engine(), prompt, max_tokens=8).token_ids for name, prompt in prompts.items()}
+    engine = make_engine()
+    run = engine._runner.run
+
+    def fail_on_nines(plan: StepPlan) -> StepResult:
+        if any(9 in chunk.token_ids and chunk.start == 0 for chunk in plan.chunks):
+            raise RuntimeError("device")
+        return run(plan)
+
+    monkeypatch.setattr(engine._runner, "run", fail_on_nines)
+    params = SamplingParams(max_tokens=8, **GREEDY)
+    outputs = {
+        output.request_id: output
+        for output in engine.generate([Request(prompt, None, params, name) for name, prompt in prompts.items()])
+    }
+    assert outputs["bad"].finish_reason == "error" and outputs["bad"].error
+    for name in ("good", "fine"):
+        assert outputs[name].token_ids == alone[name] and outputs[name].finish_reason == "length"
