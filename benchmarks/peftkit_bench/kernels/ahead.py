@@ -1,0 +1,73 @@
+"""Compiles what cases need by many processes at once, through Triton's cache on disk, before one process times them."""
+
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, suppress
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+from peftkit_bench.kernels import all_cases
+from peftkit_bench.kernels.case import Case, NotInstalled
+
+WORKERS = max(1, min(12, (os.cpu_count() or 2) - 2))
+
+FAULTS = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, KeyError, ImportError)
+"""What a kernel that doesn't run raises; torch's and Triton's own errors are RuntimeErrors."""
+
+
+def pool() -> ProcessPoolExecutor:
+    """Processes that each have their own context on the card."""
+    return ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn"))
+
+
+def compile_cases(workers: ProcessPoolExecutor, cases: Sequence[Case], *, with_peers: bool) -> None:
+    """Runs each case once, its peers too. Faults are left for the run that counts."""
+    list(workers.map(_run_once, [case.name for case in cases], [with_peers] * len(cases)))
+
+
+def compile_candidates(workers: ProcessPoolExecutor, case: Case, picks: Sequence[int]) -> None:
+    """Runs a case once with each of its candidates that are picked by number."""
+    shares = [picks[i::WORKERS] for i in range(WORKERS)]
+    list(workers.map(_run_candidates, [case.name] * WORKERS, shares))
+
+
+def candidates(case: Case) -> tuple[list[Any], Callable[[Any], AbstractContextManager[None]]]:
+    """A tuned case's configurations, and the context manager that takes one."""
+    assert case.tuned is not None
+    name, kind = case.tuned
+    module = importlib.import_module(f"peftkit_kernels.triton.{name}")
+    takes_kind = bool(inspect.signature(module.candidates).parameters)
+    return list(module.candidates(kind) if takes_kind else module.candidates()), module.override
+
+
+def _run_once(name: str, with_peers: bool) -> None:
+    case = _named(name)
+    with suppress(*FAULTS):
+        work = case.prepare()
+        work.ours[0]()
+        for make in work.peers.values() if with_peers else ():
+            with suppress(NotInstalled, *FAULTS):
+                make()[0]()
+        torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def _run_candidates(name: str, picks: Sequence[int]) -> None:
+    case = _named(name)
+    configs, override = candidates(case)
+    work = case.prepare()
+    for pick in picks:
+        with suppress(*FAULTS), override(configs[pick]):
+            work.ours[0]()
+    torch.cuda.synchronize()
+    del work
+    torch.cuda.empty_cache()
+
+
+def _named(name: str) -> Case:
+    return next(case for case in all_cases() if case.name == name)
