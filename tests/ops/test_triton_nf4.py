@@ -17,7 +17,7 @@ Interpreter = Callable[[str], ModuleType]
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
 
-def quantised(weight: Tensor) -> tuple[Tensor, ...]:
+def quantised(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Codes and nested scales, as bitsandbytes stores them."""
     codes, state = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
     assert state.state2 is not None and state.offset is not None

@@ -1,4 +1,5 @@
 """Gated activations: memory-bound, each half of a row is read once."""
+# pyright: reportMissingParameterType=false, reportCallIssue=false
 
 from collections.abc import Iterator
 

@@ -1,4 +1,5 @@
 """The embedding gather: memory-bound, one pass over the rows that are wanted."""
+# pyright: reportMissingParameterType=false, reportArgumentType=false
 
 from collections.abc import Iterator
 

@@ -6,6 +6,7 @@ third that chooses between them give one byte plane of four weights; for the oth
 level, and a code is the lane to shuffle it from. A level's scale is applied to the sum over its block.
 `nf4_dequantize` must round as float32 does and shuffles all.
 """
+# pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,4 +1,5 @@
 """Page copies: memory-bound. A program takes one slice of all pages, so every read can be before any write."""
+# pyright: reportMissingParameterType=false, reportArgumentType=false
 
 from collections.abc import Iterator
 

@@ -7,6 +7,7 @@ limit    of a row: greedy token, or the smallest logit that top-k and top-p keep
 mass     float64 weight of each chunk that is kept
 pick     the chunk in which the cumulative weight passes the drawn number, and the token within it
 """
+# pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 
 from collections.abc import Iterator
 
