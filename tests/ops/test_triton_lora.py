@@ -160,7 +160,7 @@ def test_half_precision(seed: int, interpreted: ModuleType) -> None:
 
 
 def test_many_rows_in_large_tiles_with_all_projections_in_one_program(seed: int, interpreted: ModuleType) -> None:
-    many = replace(interpreted.CONFIGS["many", 90], block_k=32, block_n=32)
+    many = replace(interpreted.CONFIGS["many", 90], block_k=32, block_n=32, shrink_ranks=16)
     with interpreted.override(many):
         check(make_case([(1, 70), (0, 3), (1, 64)], [[2, 20], [0, 8], [18, 1]], 80, (40, 16, 16)), interpreted)
 

@@ -7,6 +7,7 @@ Bound by memory: both matrices of the distinct adapters at few rows, y at many. 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import triton
@@ -22,6 +23,7 @@ from peftkit_kernels.triton.segmented import (
     add_shares,
     candidates,
     capability_of,
+    cuts_of,
     locate,
     override,
 )
@@ -32,7 +34,7 @@ __all__ = ["CONFIGS", "candidates", "grouped_bottleneck", "max_width", "override
 
 def max_width(hidden: int) -> int:
     """Largest width: the memory between the two kernels has room for it, whatever the widths in the table."""
-    return max(hidden, 512)
+    return max(triton.cdiv(hidden, 64) * 64, 512)
 
 
 def grouped_bottleneck(
@@ -56,21 +58,20 @@ def grouped_bottleneck(
     assert y_TH.stride(1) == 1 and residual_TH.stride(1) == 1, "rows of y and residual are contiguous"
     tables = (offset_S, width_S, scale_S, form_S3)
     assert all(table.is_contiguous() for table in tables), "tables are contiguous"
-    cuts = _config(num_rows, deterministic, y_TH.device)
+    cuts = _narrow(_config(num_rows, num_segments, deterministic, y_TH.device))
     _, shares = cuts.steps(hidden)
     room = max_width(hidden)
     inner = torch.empty((shares, num_rows, room), dtype=torch.float32, device=y_TH.device)
     rows = (row_X, segment_start_G1, segment_slot_G)
-    num_tiles = num_rows // cuts.block_m + num_segments
     pdl = capability_of(y_TH.device) >= 90
     launch = {"launch_pdl": True} if pdl else {}
     sizes = (num_rows, num_segments, hidden, room)
-    _down[(num_tiles, shares)](
+    _down[(num_rows // cuts.shrink_rows + num_segments, shares)](
         y_TH, residual_TH, weights, *rows, offset_S, width_S, form_S3, inner, *sizes, y_TH.stride(0),
         residual_TH.stride(0), **_down_constants(cuts, hidden, pdl),
         num_warps=cuts.shrink_warps, num_stages=cuts.shrink_stages,
     )  # fmt: skip
-    _up[(num_tiles, triton.cdiv(hidden, cuts.block_n))](
+    _up[(num_rows // cuts.expand_rows + num_segments, triton.cdiv(hidden, cuts.block_n))](
         y_TH, weights, *rows, *tables, inner, *sizes, y_TH.stride(0), **_up_constants(cuts, shares, pdl),
         num_warps=cuts.expand_warps, num_stages=cuts.expand_stages, **launch,
     )  # fmt: skip
@@ -86,7 +87,7 @@ def _down(
     """One share of the features of one tile: inner (SHARES, X, room)."""
     if PDL:
         gdc_launch_dependents()
-    segment, first, count = locate(start, tl.program_id(0), num_segments, BLOCK_M)
+    segment, first, count = locate(start, tl.program_id(0), num_rows, num_segments, BLOCK_M)
     if count <= 0:
         return
     s = tl.load(slot + segment)
@@ -139,7 +140,8 @@ def _product(
         down_RK = tl.load(at, mask=wanted[:, None] & inside[None, :], other=0.0)
         acc = tl.dot(x_MK.to(down_RK.dtype), down_RK.T, acc, input_precision="ieee")
         if i % STEPS == STEPS - 1:
-            tl.store(into + (r0 + r)[None, :], acc, mask=live[:, None] & wanted[None, :])
+            whole = (r0 + r) // 16 < tl.cdiv(width, 16)  # zeros up to a multiple of 16, which `_up` reads
+            tl.store(into + (r0 + r)[None, :], acc, mask=live[:, None] & whole[None, :])
             acc = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
 
 
@@ -174,7 +176,7 @@ def _up(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N columns of one tile. What doesn't come from `_down` is loaded before the wait."""
-    segment, first, count = locate(start, tl.program_id(0), num_segments, BLOCK_M)
+    segment, first, count = locate(start, tl.program_id(0), num_rows, num_segments, BLOCK_M)
     s = tl.load(slot + segment)
     b = tl.load(width + s)
     if (count <= 0) | (b == 0):
@@ -185,47 +187,48 @@ def _up(
     weight, function, normed = tl.load(scale + s), tl.load(form + 3 * s + 1), tl.load(form + 3 * s + 2)
     m = tl.arange(0, BLOCK_M)
     rows = tl.load(row + first + m, mask=m < count, other=0)
-    y += rows[:, None] * y_stride
+    y += rows[None, :] * y_stride
+    inner += first.to(tl.int64) * room
     n0 = tl.program_id(1) * BLOCK_N
     down_bias = weights + at + (2 * b.to(tl.int64) + 1 + tl.where(normed != 0, 2, 0)) * hidden
     share_stride = num_rows.to(tl.int64) * room
     if at % 8 == 0:
         _update(
-            y, weights + at // 8 * 8, down_bias, inner, first, count, b, n0, hidden, weight, function, room,
+            y, weights + at // 8 * 8, down_bias, inner, count, b, n0, hidden, weight, function, room,
             share_stride, SHARES, PADDED, BLOCK_M, BLOCK_N, BLOCK_R, PDL,
         )  # fmt: skip
     else:
         for c in range(0, BLOCK_N // 16):
             _update(
-                y, weights + at, down_bias, inner, first, count, b, n0 + c * 16, hidden, weight, function, room,
+                y, weights + at, down_bias, inner, count, b, n0 + c * 16, hidden, weight, function, room,
                 share_stride, SHARES, PADDED, BLOCK_M, 16, 16, PDL,
             )  # fmt: skip
 
 
 @triton.jit
 def _update(
-    y, weights, down_bias, inner, first, count, width, n0, hidden, scale, function, room, share_stride,
+    y, weights, down_bias, inner, count, width, n0, hidden, scale, function, room, share_stride,
     SHARES: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     r, n = tl.arange(0, BLOCK_R), n0 + tl.arange(0, BLOCK_N)
-    inside = (n < hidden)[None, :]
-    mask = (tl.arange(0, BLOCK_M) < count)[:, None] & inside
+    inside = n < hidden
+    mask = inside[:, None] & (tl.arange(0, BLOCK_M) < count)[None, :]
     up = weights + width.to(tl.int64) * hidden
-    value = tl.load(y + n[None, :], mask=mask, other=0.0)
-    bias = tl.load(up + width.to(tl.int64) * hidden + n, mask=n < hidden, other=0.0).to(tl.float32)
+    value = tl.load(y + n[:, None], mask=mask, other=0.0)
+    bias = tl.load(up + width.to(tl.int64) * hidden + n, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for r0 in range(0, width, BLOCK_R):
         wanted = r0 + r < width
         at = up + (r0 + r).to(tl.int64)[:, None] * hidden + n[None, :]
-        up_RN = tl.load(at, mask=wanted[:, None] & inside, other=0.0)
-        h_MR = add_shares(inner, first, count, width, r0, room, share_stride, SHARES, PADDED, BLOCK_M, BLOCK_R)
-        h_MR += tl.load(down_bias + r0 + r, mask=wanted, other=0.0).to(tl.float32)[None, :]
-        acc = tl.dot(_activated(h_MR, function).to(up_RN.dtype), up_RN, acc, input_precision="ieee")
-    total = value.to(tl.float32) + scale * (acc + bias[None, :])
-    tl.store(y + n[None, :], total.to(value.dtype), mask=mask)
+        up_RN = tl.load(at, mask=wanted[:, None] & inside[None, :], other=0.0)
+        h_RM = add_shares(inner, count, width, r0, room, share_stride, SHARES, PADDED, BLOCK_M, BLOCK_R)
+        h_RM += tl.load(down_bias + r0 + r, mask=wanted, other=0.0).to(tl.float32)[:, None]
+        acc = tl.dot(up_RN.T, _activated(h_RM, function).to(up_RN.dtype), acc, input_precision="ieee")
+    total = value.to(tl.float32) + scale * (acc + bias[:, None])
+    tl.store(y + n[:, None], total.to(value.dtype), mask=mask)
 
 
 @triton.jit
@@ -244,28 +247,33 @@ def _activated(x, function):
     return x
 
 
+def _narrow(cuts: Config) -> Config:
+    """Cuts of `_down`, whose input goes through registers."""
+    return replace(cuts, block_k=min(cuts.block_k, 256))
+
+
 def _down_constants(cuts: Config, hidden: int, pdl: bool) -> dict[str, int | bool]:
-    blocks = {"BLOCK_M": cuts.block_m, "BLOCK_K": cuts.block_k, "BLOCK_R": cuts.shrink_ranks}
+    blocks = {"BLOCK_M": cuts.shrink_rows, "BLOCK_K": cuts.block_k, "BLOCK_R": cuts.shrink_ranks}
     return {"STEPS": cuts.steps(hidden)[0], **blocks, "PDL": pdl}
 
 
 def _up_constants(cuts: Config, shares: int, pdl: bool) -> dict[str, int | bool]:
-    blocks = {"BLOCK_M": cuts.block_m, "BLOCK_N": cuts.block_n, "BLOCK_R": cuts.expand_ranks}
+    blocks = {"BLOCK_M": cuts.expand_rows, "BLOCK_N": cuts.block_n, "BLOCK_R": cuts.expand_ranks}
     return {"SHARES": shares, "PADDED": triton.next_power_of_2(shares), **blocks, "PDL": pdl}
 
 
-def specimens() -> Iterator[Specimen]:
+def specimens(capability: int) -> Iterator[Specimen]:
     """Hidden size 4096 in every kind of call."""
-    kinds: tuple[Kind, ...] = ("one", "few", "many", "steady")
+    kinds: tuple[Kind, ...] = ("one", "few", "crowd", "some", "many", "steady")
     tables = {"row": "*i64", "start": "*i32", "slot": "*i32", "offset": "*i64", "width": "*i32"}
     sizes = {"num_rows": "i32", "num_segments": "i32", "hidden": "i32:16", "room": "i32:16", "y_stride": "i32:16"}
     for dtype, kind in (*(("*bf16", kind) for kind in kinds), ("*fp16", "few")):
-        cuts = CONFIGS[kind, 90]
-        constants = _down_constants(cuts, 4096, False)
+        cuts = _narrow(cuts_of(kind, capability))
+        constants = _down_constants(cuts, 4096, capability >= 90)
         signature = {"y": dtype, "residual": dtype, "weights": dtype, **tables, "form": "*i32", "inner": "*fp32"}
         signature |= {**sizes, "residual_stride": "i32:16", **dict.fromkeys(constants, "constexpr")}
         yield Specimen(_down, signature, constants, cuts.shrink_warps, cuts.shrink_stages)
-        constants = _up_constants(cuts, cuts.steps(4096)[1], False)
+        constants = _up_constants(cuts, cuts.steps(4096)[1], capability >= 90)
         signature = {"y": dtype, "weights": dtype, **tables, "scale": "*fp32", "form": "*i32", "inner": "*fp32"}
         signature |= {**sizes, **dict.fromkeys(constants, "constexpr")}
         yield Specimen(_up, signature, constants, cuts.expand_warps, cuts.expand_stages)

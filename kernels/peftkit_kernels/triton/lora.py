@@ -21,6 +21,7 @@ from peftkit_kernels.triton.segmented import (
     add_shares,
     candidates,
     capability_of,
+    cuts_of,
     locate,
     override,
 )
@@ -55,21 +56,20 @@ def grouped_lora(
     assert y_TO.stride(1) == 1 and x_TI.stride(1) == 1, "rows of x and y are contiguous"
     tables = (offset_a_PS, offset_b_PS, rank_PS, scale_PS, offset_c_PS)
     assert all(table.is_contiguous() for table in tables), "tables are contiguous"
-    cuts = _config(num_rows, deterministic, y_TO.device)
+    cuts = _config(num_rows, num_segments, deterministic, y_TO.device)
     num_projections, features = len(out_features), x_TI.shape[1]
     _, shares = cuts.steps(features)
     inner = torch.empty((shares, num_rows, num_projections, MAX_RANK), dtype=torch.float32, device=y_TO.device)
     rows = (row_X, segment_start_G1, segment_slot_G)
     sizes = (num_rows, num_segments, offset_a_PS.shape[1])
-    num_tiles = num_rows // cuts.block_m + num_segments
     pdl = capability_of(y_TO.device) >= 90
     launch = {"launch_pdl": True} if pdl else {}
     constants = _shrink_constants(cuts, num_projections, features, pdl)
-    _shrink[(num_tiles, shares * (num_projections // constants["TOGETHER"]))](
+    _shrink[(num_rows // cuts.shrink_rows + num_segments, shares * (num_projections // constants["TOGETHER"]))](
         x_TI, weights, *rows, offset_a_PS, rank_PS, inner, *sizes, features, x_TI.stride(0), **constants,
         num_warps=cuts.shrink_warps, num_stages=cuts.shrink_stages,
     )  # fmt: skip
-    _expand[(num_tiles, sum(triton.cdiv(out, cuts.block_n) for out in out_features))](
+    _expand[(num_rows // cuts.expand_rows + num_segments, sum(triton.cdiv(out, cuts.block_n) for out in out_features))](
         y_TO, weights, *rows, offset_b_PS, rank_PS, scale_PS, offset_c_PS, inner, *sizes, y_TO.stride(0),
         **_expand_constants(cuts, out_features, shares, pdl),
         num_warps=cuts.expand_warps, num_stages=cuts.expand_stages, **launch,
@@ -87,7 +87,7 @@ def _shrink(
     """One share of the features of one tile, for TOGETHER projections: inner (SHARES, X, PROJECTIONS, MAX_RANK)."""
     if PDL:
         gdc_launch_dependents()
-    segment, first, count = locate(start, tl.program_id(0), num_segments, BLOCK_M)
+    segment, first, count = locate(start, tl.program_id(0), num_rows, num_segments, BLOCK_M)
     if count <= 0:
         return
     share, p0 = tl.program_id(1) % SHARES, tl.program_id(1) // SHARES * TOGETHER
@@ -119,7 +119,7 @@ def _shrink(
     else:
         _shares_of(
             x, weights, offset_a, rank, into, rows, live, s, p0, largest, num_slots, features, features_left,
-            x_stride, PROJECTIONS, TOGETHER, PADDED, MAX_RANK, STEPS, BLOCK_M, BLOCK_K, 16, False,
+            x_stride, PROJECTIONS, TOGETHER, PADDED, MAX_RANK, STEPS * BLOCK_K // 16, BLOCK_M, 16, 16, False,
         )  # fmt: skip
 
 
@@ -150,7 +150,8 @@ def _shares_of(
         a_NK = tl.load(at, mask=wanted[:, None] & inside[None, :], other=0.0)
         acc = tl.dot(x_MK, a_NK.T, acc, input_precision="ieee")
         if i % STEPS == STEPS - 1:
-            tl.store(into_rows + r0, acc, mask=live[:, None] & wanted[None, :])
+            whole = (r0 + r) // 16 < tl.cdiv(ranks, 16)  # zeros up to a multiple of 16, which expand reads
+            tl.store(into_rows + r0, acc, mask=live[:, None] & whole[None, :])
             acc = tl.zeros((BLOCK_M, PADDED * BLOCK_R), dtype=tl.float32)
 
 
@@ -161,7 +162,7 @@ def _expand(
     PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N columns of one projection for one tile. What doesn't come from `_shrink` is loaded before the wait."""
-    segment, first, count = locate(start, tl.program_id(0), num_segments, BLOCK_M)
+    segment, first, count = locate(start, tl.program_id(0), num_rows, num_segments, BLOCK_M)
     block, p, column, out = tl.program_id(1), 0, 0, OUT[0]
     for q in tl.static_range(1, PROJECTIONS):
         blocks = tl.cdiv(OUT[q - 1], BLOCK_N)
@@ -181,54 +182,59 @@ def _expand(
     rescaling = tl.load(offset_c + p * num_slots + s)
     m = tl.arange(0, BLOCK_M)
     rows = tl.load(row + first + m, mask=m < count, other=0)
-    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    y_at = y + rows[:, None] * y_stride + (column + n)[None, :]
-    inner += p * MAX_RANK
+    y += column + rows[None, :] * y_stride
+    n0 = block * BLOCK_N
+    inner += first.to(tl.int64) * (PROJECTIONS * MAX_RANK) + p * MAX_RANK
     share_stride = num_rows.to(tl.int64) * (PROJECTIONS * MAX_RANK)
+    rescaling_at = weights + rescaling
     if offset % 8 == 0:
+        aligned = weights + offset // 8 * 8  # tells the compiler of 16-byte loads
         if r <= 16:
             _update(
-                y_at, weights + offset // 8 * 8, weights, inner, first, count, r, n, out, weight, rescaling,
-                share_stride, PROJECTIONS * MAX_RANK, SHARES, PADDED, BLOCK_M, BLOCK_N, 16, PDL,
+                y, aligned, rescaling_at, inner, count, r, n0, out, weight, rescaling, share_stride,
+                PROJECTIONS * MAX_RANK, SHARES, PADDED, BLOCK_M, BLOCK_N, 16, PDL,
             )  # fmt: skip
         else:
             _update(
-                y_at, weights + offset // 8 * 8, weights, inner, first, count, r, n, out, weight, rescaling,
-                share_stride, PROJECTIONS * MAX_RANK, SHARES, PADDED, BLOCK_M, BLOCK_N, BLOCK_R, PDL,
+                y, aligned, rescaling_at, inner, count, r, n0, out, weight, rescaling, share_stride,
+                PROJECTIONS * MAX_RANK, SHARES, PADDED, BLOCK_M, BLOCK_N, BLOCK_R, PDL,
             )  # fmt: skip
     else:
-        _update(
-            y_at, weights + offset, weights, inner, first, count, r, n, out, weight, rescaling,
-            share_stride, PROJECTIONS * MAX_RANK, SHARES, PADDED, BLOCK_M, BLOCK_N, 16, PDL,
-        )  # fmt: skip
+        for c in range(0, BLOCK_N // 16):
+            _update(
+                y, weights + offset, rescaling_at, inner, count, r, n0 + c * 16, out, weight, rescaling, share_stride,
+                PROJECTIONS * MAX_RANK, SHARES, PADDED, BLOCK_M, 16, 16, PDL,
+            )  # fmt: skip
 
 
 @triton.jit
 def _update(
-    y_at, b, weights, inner, first, count, rank, n, out, scale, rescaling, share_stride, ROW_STRIDE: tl.constexpr,
+    y, b, rescaling_at, inner, count, rank, n0, out, scale, rescaling, share_stride, ROW_STRIDE: tl.constexpr,
     SHARES: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    r = tl.arange(0, BLOCK_R)
-    inside = (n < out)[None, :]
-    mask = (tl.arange(0, BLOCK_M) < count)[:, None] & inside
-    b_RN = tl.load(b + r[:, None] * out + n[None, :], mask=(r < rank)[:, None] & inside, other=0.0)
-    value = tl.load(y_at, mask=mask, other=0.0)
+    """Columns are the long side of the product, so that a single row takes few registers."""
+    r, n = tl.arange(0, BLOCK_R), n0 + tl.arange(0, BLOCK_N)
+    inside = n < out
+    mask = inside[:, None] & (tl.arange(0, BLOCK_M) < count)[None, :]
+    b_RN = tl.load(b + r[:, None] * out + n[None, :], mask=(r < rank)[:, None] & inside[None, :], other=0.0)
+    value = tl.load(y + n[:, None], mask=mask, other=0.0)
     if PDL:
         gdc_wait()
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    h_MR = add_shares(inner, first, count, rank, 0, ROW_STRIDE, share_stride, SHARES, PADDED, BLOCK_M, BLOCK_R)
-    acc = tl.dot(h_MR.to(b_RN.dtype), b_RN, acc, input_precision="ieee")
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    h_RM = add_shares(inner, count, rank, 0, ROW_STRIDE, share_stride, SHARES, PADDED, BLOCK_M, BLOCK_R)
+    acc = tl.dot(b_RN.T, h_RM.to(b_RN.dtype), acc, input_precision="ieee")
     for r0 in range(BLOCK_R, rank, BLOCK_R):
-        h_MR = add_shares(inner, first, count, rank, r0, ROW_STRIDE, share_stride, SHARES, PADDED, BLOCK_M, BLOCK_R)
-        b_RN = tl.load(b + (r0 + r)[:, None] * out + n[None, :], mask=(r0 + r < rank)[:, None] & inside, other=0.0)
-        acc = tl.dot(h_MR.to(b_RN.dtype), b_RN, acc, input_precision="ieee")
+        h_RM = add_shares(inner, count, rank, r0, ROW_STRIDE, share_stride, SHARES, PADDED, BLOCK_M, BLOCK_R)
+        wanted = (r0 + r < rank)[:, None] & inside[None, :]
+        b_RN = tl.load(b + (r0 + r)[:, None] * out + n[None, :], mask=wanted, other=0.0)
+        acc = tl.dot(b_RN.T, h_RM.to(b_RN.dtype), acc, input_precision="ieee")
     total = value.to(tl.float32) + acc * scale
     if rescaling >= 0:
-        m_N = tl.load(weights + rescaling + n, mask=n < out, other=0.0).to(tl.float32)
-        n_N = tl.load(weights + rescaling + out + n, mask=n < out, other=0.0).to(tl.float32)
-        total += m_N[None, :] * total + n_N[None, :]
-    tl.store(y_at, total.to(value.dtype), mask=mask)
+        m_N = tl.load(rescaling_at + n, mask=inside, other=0.0).to(tl.float32)
+        n_N = tl.load(rescaling_at + out + n, mask=inside, other=0.0).to(tl.float32)
+        total += m_N[:, None] * total + n_N[:, None]
+    tl.store(y + n[:, None], total.to(value.dtype), mask=mask)
 
 
 def _shrink_constants(cuts: Config, num_projections: int, features: int, pdl: bool) -> dict[str, int | bool]:
@@ -242,7 +248,7 @@ def _shrink_constants(cuts: Config, num_projections: int, features: int, pdl: bo
         "MAX_RANK": MAX_RANK,
         "SHARES": shares,
         "STEPS": steps,
-        "BLOCK_M": cuts.block_m,
+        "BLOCK_M": cuts.shrink_rows,
         "BLOCK_K": cuts.block_k,
         "BLOCK_R": cuts.shrink_ranks,
         "PDL": pdl,
@@ -256,28 +262,28 @@ def _expand_constants(cuts: Config, out_features: tuple[int, ...], shares: int, 
         "MAX_RANK": MAX_RANK,
         "SHARES": shares,
         "PADDED": triton.next_power_of_2(shares),
-        "BLOCK_M": cuts.block_m,
+        "BLOCK_M": cuts.expand_rows,
         "BLOCK_N": cuts.block_n,
         "BLOCK_R": cuts.expand_ranks,
         "PDL": pdl,
     }
 
 
-def specimens() -> Iterator[Specimen]:
+def specimens(capability: int) -> Iterator[Specimen]:
     """q, k, v of Llama 8B in every kind of call; its down projection at few rows."""
     uses: list[tuple[Kind, str, tuple[int, ...], int]]
-    uses = [(kind, "*bf16", (4096, 1024, 1024), 4096) for kind in ("one", "few", "many", "steady")]
+    uses = [(kind, "*bf16", (4096, 1024, 1024), 4096) for kind in ("one", "few", "crowd", "some", "many", "steady")]
     uses += [("few", "*fp16", (4096, 1024, 1024), 4096), ("few", "*bf16", (4096,), 14336)]
     tables = {"row": "*i64", "start": "*i32", "slot": "*i32"}
     sizes = dict.fromkeys(("num_rows", "num_segments", "num_slots"), "i32")
     for kind, dtype, out, features in uses:
-        cuts = CONFIGS[kind, 90]
-        constants = _shrink_constants(cuts, len(out), features, False)
+        cuts = cuts_of(kind, capability)
+        constants = _shrink_constants(cuts, len(out), features, capability >= 90)
         first = {"x": dtype, "weights": dtype, **tables, "offset_a": "*i64", "rank": "*i32", "inner": "*fp32"}
         signature = {**first, **sizes, "features": "i32:16", "x_stride": "i32:16"}
         signature |= dict.fromkeys(constants, "constexpr")
         yield Specimen(_shrink, signature, constants, cuts.shrink_warps, cuts.shrink_stages)
-        constants = _expand_constants(cuts, out, cuts.steps(features)[1], False)
+        constants = _expand_constants(cuts, out, cuts.steps(features)[1], capability >= 90)
         second = {"offset_b": "*i64", "rank": "*i32", "scale": "*fp32", "offset_c": "*i64", "inner": "*fp32"}
         signature = {"y": dtype, "weights": dtype, **tables, **second, **sizes, "y_stride": "i32:16"}
         signature |= dict.fromkeys(constants, "constexpr")

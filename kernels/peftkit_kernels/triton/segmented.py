@@ -19,31 +19,29 @@ import torch
 import triton
 import triton.language as tl
 
-Kind = Literal["one", "few", "many", "steady"]
+Kind = Literal["one", "few", "crowd", "some", "many", "steady"]
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How the two kernels are cut."""
+    """How the two kernels are cut. Ranks above 16 are taken in steps of `…_ranks`, others in one of 16."""
 
-    block_m: int
-    """Rows of a tile."""
+    shrink_rows: int
     block_k: int
     """Features of a step of shrink."""
     splits: int
     """Most shares that the features are cut into."""
-    block_n: int
-    """Columns of a program of expand."""
     shrink_ranks: int
-    """Ranks of a step of shrink, for ranks above 16; else 16."""
-    expand_ranks: int
-    """The same of expand."""
-    together: bool
-    """Whether a program of shrink has all projections, so that their input is read once."""
     shrink_warps: int
     shrink_stages: int
+    expand_rows: int
+    block_n: int
+    """Columns of a program of expand."""
+    expand_ranks: int
     expand_warps: int
     expand_stages: int
+    together: bool = False
+    """Whether a program of shrink has all projections, so that their input is read once."""
 
     def steps(self, features: int) -> tuple[int, int]:
         """Steps of a share, and shares."""
@@ -51,21 +49,20 @@ class Config:
         return steps, triton.cdiv(features, self.block_k * steps)
 
 
-_ONE = Config(16, 256, 16, 128, 32, 64, False, 4, 2, 4, 2)
-_FEW = Config(16, 512, 8, 512, 32, 32, False, 4, 3, 4, 2)
-_MANY = Config(64, 64, 2, 128, 32, 64, True, 4, 4, 4, 2)
-_STEADY = Config(16, 256, 8, 256, 16, 16, False, 4, 3, 4, 2)
-
 CONFIGS: Mapping[tuple[Kind, int], Config] = MappingProxyType(
     {
-        ("one", 80): _ONE,
-        ("few", 80): replace(_FEW, shrink_stages=2),
-        ("many", 80): replace(_MANY, shrink_stages=3),
-        ("steady", 80): _STEADY,
-        ("one", 90): _ONE,
-        ("few", 90): _FEW,
-        ("many", 90): _MANY,
-        ("steady", 90): _STEADY,
+        ("one", 80): Config(16, 256, 16, 32, 4, 2, 8, 128, 32, 4, 2),
+        ("few", 80): Config(16, 512, 8, 16, 4, 2, 8, 256, 32, 4, 2),
+        ("crowd", 80): Config(16, 512, 16, 16, 4, 1, 8, 512, 16, 4, 1),
+        ("some", 80): Config(32, 128, 4, 16, 4, 3, 32, 128, 32, 4, 2, together=True),
+        ("many", 80): Config(64, 64, 4, 16, 4, 3, 64, 128, 32, 4, 2, together=True),
+        ("steady", 80): Config(16, 256, 8, 16, 4, 3, 16, 256, 16, 4, 2),
+        ("one", 90): Config(16, 256, 16, 64, 4, 2, 8, 128, 64, 4, 2),
+        ("few", 90): Config(16, 512, 8, 16, 4, 2, 8, 256, 32, 4, 2),
+        ("crowd", 90): Config(16, 512, 16, 16, 4, 1, 8, 512, 16, 4, 1),
+        ("some", 90): Config(32, 128, 4, 32, 4, 3, 32, 256, 32, 4, 2, together=True),
+        ("many", 90): Config(64, 64, 4, 32, 4, 4, 64, 256, 32, 8, 2, together=True),
+        ("steady", 90): Config(16, 256, 8, 16, 4, 3, 16, 256, 16, 4, 2),
     }
 )
 """(kind, compute capability) → cuts; another card takes the newest row before it. `kind_of` has the rule for sizes."""
@@ -73,33 +70,48 @@ CONFIGS: Mapping[tuple[Kind, int], Config] = MappingProxyType(
 _OVERRIDE: ContextVar[Config | None] = ContextVar("segmented config", default=None)
 
 
-def kind_of(num_rows: int, deterministic: bool) -> Kind:
+def kind_of(num_rows: int, num_segments: int, deterministic: bool) -> Kind:
     """The kind of a call, from shapes alone: a replayed graph has the cuts it was captured with."""
     if deterministic:
         return "steady"
-    return "one" if num_rows <= 8 else "few" if num_rows <= 256 else "many"
+    if num_rows > 256:
+        return "some" if num_rows <= 1024 else "many"
+    num_tiles = min(num_rows, num_rows // 16 + num_segments)
+    return "one" if num_tiles <= 4 else "few" if num_tiles <= 24 else "crowd"
 
 
-def config(num_rows: int, deterministic: bool, device: torch.device) -> Config:
+def cuts_of(kind: Kind, capability: int) -> Config:
+    """The table's row for a card, 90 for compute capability 9.0."""
+    return CONFIGS[kind, max((known for _, known in CONFIGS if known <= capability), default=80)]
+
+
+def config(num_rows: int, num_segments: int, deterministic: bool, device: torch.device) -> Config:
     """The cuts for a call."""
     override = _OVERRIDE.get()
     if override is not None and not deterministic:
         return override
-    capability = capability_of(device)
-    newest = max((known for _, known in CONFIGS if known <= capability), default=80)
-    return CONFIGS[kind_of(num_rows, deterministic), newest]
+    return cuts_of(kind_of(num_rows, num_segments, deterministic), capability_of(device))
 
 
 def candidates(kind: Kind) -> Iterator[Config]:
-    """Cuts worth timing."""
-    base = CONFIGS[kind, 90]
-    rows = (32, 64, 128) if kind == "many" else (16,)
-    shares = (1, 2, 4) if kind == "many" else (4, 8, 16)
-    for m, k, splits, n, ranks in product(rows, (64, 128, 256, 512), shares, (128, 256, 512), (32, 64)):
-        for warps, stages in product((2, 4, 8), (2, 3, 4)):
-            if m * n <= 128 * 256 and (m + 64) * k * stages <= 100_000:
-                cut = replace(base, block_m=m, block_k=k, splits=splits, block_n=n, expand_ranks=ranks)
-                yield replace(cut, shrink_warps=warps, shrink_stages=stages, expand_warps=warps)
+    """Cuts worth timing: those of shrink beside the table's expand, then those of expand beside the table's shrink."""
+    base = cuts_of(kind, 90)
+    rows = (16, 32, 64, 128) if base.together else (16,)
+    for m, k, splits, ranks, warps, stages in product(
+        rows, (64, 128, 256, 512, 1024), (1, 2, 4, 8, 16), (16, 32, 64), (2, 4, 8), (1, 2, 3, 4)
+    ):
+        wide = ranks * (4 if base.together else 1)
+        if (m + wide) * k * 2 * stages <= 200_000 and m * wide <= 128 * 32 * warps:
+            yield replace(
+                base, shrink_rows=m, block_k=k, splits=splits, shrink_ranks=ranks, shrink_warps=warps,
+                shrink_stages=stages,
+            )  # fmt: skip
+    rows = (16, 32, 64) if base.together else (8, 16)
+    for m, n, ranks, warps, stages in product(rows, (64, 128, 256, 512), (16, 32, 64), (2, 4, 8), (1, 2, 3)):
+        if m * n <= 2048 * warps and ranks * n * stages * 2 <= 200_000:
+            yield replace(
+                base, expand_rows=m, block_n=n, expand_ranks=ranks, expand_warps=warps, expand_stages=stages
+            )  # fmt: skip
 
 
 @contextmanager
@@ -121,14 +133,16 @@ def capability_of(device: torch.device) -> int:
 
 
 @triton.jit
-def locate(start, tile, num_segments, BLOCK_M: tl.constexpr):
+def locate(start, tile, num_rows, num_segments, BLOCK_M: tl.constexpr):
     """A tile's segment, first entry of `row_X` and number of rows, which is 0 or less where there is none."""
-    segment = -1
-    for g0 in range(0, num_segments, 128):
-        g = g0 + tl.arange(0, 128)
-        inside = g < num_segments
-        begin = tl.load(start + g, mask=inside, other=0)
-        segment += tl.sum((inside & (begin // BLOCK_M + g <= tile)).to(tl.int32), axis=0)
+    segment = tile  # what the search comes to where every start[g] is below BLOCK_M
+    if num_rows >= BLOCK_M:
+        segment = -1
+        for g0 in range(0, num_segments, 128):
+            g = g0 + tl.arange(0, 128)
+            inside = g < num_segments
+            begin = tl.load(start + g, mask=inside, other=0)
+            segment += tl.sum((inside & (begin // BLOCK_M + g <= tile)).to(tl.int32), axis=0)
     begin = tl.load(start + segment)
     end = tl.load(start + segment + 1)
     first = begin + (tile - begin // BLOCK_M - segment) * BLOCK_M
@@ -137,12 +151,15 @@ def locate(start, tile, num_segments, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def add_shares(
-    inner, first, count, rank, r0, row_stride, share_stride,
+    inner, count, rank, r0, row_stride, share_stride,
     SHARES: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Rows first to first + count of what shrink left, (BLOCK_M, BLOCK_R) from rank r0 on, its shares added."""
+    """What shrink left of `count` rows from `inner` on, (BLOCK_R, BLOCK_M) from rank r0 on, its shares added.
+
+    Zeros stand behind the true rank up to a multiple of 16, so that loads are of 16 bytes.
+    """
     m, r = tl.arange(0, BLOCK_M), r0 + tl.arange(0, BLOCK_R)
     share = tl.arange(0, PADDED)
-    at = share[:, None, None].to(tl.int64) * share_stride + (first + m)[None, :, None].to(tl.int64) * row_stride
-    mask = (share < SHARES)[:, None, None] & (m < count)[None, :, None] & (r < rank)[None, None, :]
-    return tl.sum(tl.load(inner + at + r[None, None, :], mask=mask, other=0.0), axis=0)
+    at = share[:, None, None] * share_stride + r[None, :, None] + (m * row_stride)[None, None, :]
+    mask = (share < SHARES)[:, None, None] & (r // 16 < tl.cdiv(rank, 16))[None, :, None] & (m < count)[None, None, :]
+    return tl.sum(tl.load(inner + at, mask=mask, other=0.0), axis=0)
