@@ -229,6 +229,8 @@ def _table(name: str, table: Any, folders: list[Path]) -> Source:
     """A table of `datasets`, whole or streamed."""
 
     def rows(start: int) -> Iterator[Located]:
+        if start >= getattr(table, "num_rows", start + 1):  # a table can't skip all it has
+            return
         part = table.skip(start) if start else table
         for number, row in enumerate(part, start=start + 1):
             yield f"{name}: row {number}", row

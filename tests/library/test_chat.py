@@ -367,6 +367,99 @@ class TestTrainedSpans:
             encode_chat(byte_bpe(nothing), CONVERSATION)
 
 
+# as Qwen's and Hermes' templates print them
+TOOLS = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.content %}\n{{ m.content }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}\n<call>{{ call.function.name }} {{ call.function.arguments | tojson }}</call>"
+    "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+TOOLS_MARKED = TOOLS.replace(
+    "{% if m.content %}\n{{ m.content }}{% endif %}",
+    "{% if m.role == 'assistant' %}{% generation %}\n{{ m.content }}{% for call in m.tool_calls or [] %}<call>"
+    "{{ call.function.name }} {{ call.function.arguments | tojson }}</call>{% endfor %}<|im_end|>{% endgeneration %}"
+    "\n{% continue %}{% endif %}\n{{ m.content }}",
+)
+TOOL_LIST = [{"type": "function", "function": {"name": "answer", "description": "the answer"}}]
+CALLING = [
+    {"role": "user", "content": "the question"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "a", "type": "function", "function": {"name": "answer", "arguments": '{"to": "all"}'}}],
+    },
+    {"role": "tool", "content": "yes", "tool_call_id": "a"},
+    {"role": "assistant", "content": "the answer is yes"},
+]
+
+
+class TestTools:
+    def test_calls_and_answers_are_trained_and_tools_and_results_are_not(self):
+        tokenizer = byte_bpe(TOOLS)
+        ids, trained = encode_chat(tokenizer, CALLING, tools=TOOL_LIST)
+        kept = [token for token, mark in zip(ids, trained, strict=True) if mark]
+        assert tokenizer.decode(kept) == ('<call>answer {"to": "all"}</call><|im_end|>the answer is yes<|im_end|>')
+        assert tokenizer.decode(ids).startswith("<|im_start|>system\n{")
+
+    def test_generation_blocks_mark_calls_too(self):
+        texts = trained_texts(byte_bpe(TOOLS_MARKED), CALLING)
+        assert texts == ['<call>answer {"to": "all"}</call><|im_end|>', "the answer is yes<|im_end|>"]
+
+    @pytest.mark.parametrize("template", [TOOLS, TOOLS_MARKED])
+    def test_each_turn_starts_from_the_ids_that_are_served(self, template):
+        tokenizer = byte_bpe(template)
+        ids, trained = encode_chat(tokenizer, CALLING, tools=TOOL_LIST)
+        for turn in (1, 3):
+            served = render_chat(tokenizer, CALLING[:turn], tools=TOOL_LIST)
+            assert ids[: len(served)] == served
+            assert trained[len(served)] and not trained[len(served) - 1]
+
+    def test_arguments_as_text_and_as_an_object_are_the_same(self):
+        tokenizer = byte_bpe(TOOLS)
+        function = {"name": "answer", "arguments": {"to": "all"}}
+        other = [CALLING[0], {**CALLING[1], "tool_calls": [{"function": function}]}, *CALLING[2:]]
+        assert render_chat(tokenizer, CALLING) == render_chat(tokenizer, other)
+
+    @pytest.mark.parametrize(
+        ("messages", "tools", "field"),
+        [
+            (CALLING[:2], None, "messages[1].tool_calls"),
+            (CALLING[:1], TOOL_LIST, "tools"),
+        ],
+    )
+    def test_a_template_that_leaves_out_tools_is_refused(self, messages, tools, field):
+        with pytest.raises(DataError, match="leaves this out") as refused:
+            render_chat(byte_bpe(CHATML), messages, tools=tools)
+        assert refused.value.field == field
+
+    def test_a_template_that_leaves_out_results_is_refused(self):
+        template = CHATML.replace("{{ m.content }}", "{{ m.content if m.role != 'tool' }}")
+        with pytest.raises(DataError, match="leaves this out") as refused:
+            render_chat(byte_bpe(template), [CALLING[0], CALLING[2]])
+        assert refused.value.field == "messages[1].content"
+
+
+class TestTurns:
+    @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, CHATML_END_OUTSIDE, TRIMMED])
+    def test_chosen_turns_alone_are_trained(self, template):
+        tokenizer = byte_bpe(template)
+        for turn, text in ((2, "the answer is yes<|im_end|>"), (4, "no and no<|im_end|>")):
+            ids, trained = encode_chat(tokenizer, CONVERSATION, turns=[turn])
+            assert tokenizer.decode([t for t, mark in zip(ids, trained, strict=True) if mark]) == text
+            served = render_chat(tokenizer, CONVERSATION[:turn])
+            assert ids[: len(served)] == served
+            assert trained.index(True) == len(served)
+
+    def test_a_turn_that_is_not_the_assistants_is_never_trained(self):
+        with pytest.raises(DataError, match="no assistant message"):
+            encode_chat(byte_bpe(CHATML), CONVERSATION, turns=[1])
+
+    def test_a_template_that_marks_fewer_answers_than_there_are_cannot_choose(self):
+        template = CHATML_MARKED.replace("m.role == 'assistant' %}", "m.role == 'assistant' and loop.last %}")
+        with pytest.raises(DataError, match="marks 1 answers of 2"):
+            encode_chat(byte_bpe(template), CONVERSATION, turns=[4])
+
+
 @pytest.mark.slow
 def test_the_embedded_base_trains_answers_alone(monkeypatch):
     monkeypatch.delenv("PEFTKIT_HOME")
