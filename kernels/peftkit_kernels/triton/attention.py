@@ -26,7 +26,8 @@ from peftkit_kernels.triton.attention_prefill import prefill_kernel
 from peftkit_kernels.triton.attention_steady import steady_kernel
 from peftkit_kernels.triton.compile import Specimen
 
-Kind = Literal["decode", "prefill", "steady"]
+Kind = Literal["few", "decode", "prefill", "steady"]
+"""Few: decode of so few rows and KV heads that the shares must be many to fill the card."""
 
 LOG2_E = 1.4426950408889634
 
@@ -51,11 +52,14 @@ class Config:
 
 CONFIGS: Mapping[tuple[Kind, int], Config] = MappingProxyType(
     {
+        ("few", 80): Config(16, 64, 4, 3, per_sm=2, share=128),
+        ("few", 90): Config(16, 64, 4, 3, per_sm=2, share=128),
+        ("few", 100): Config(16, 64, 4, 3, per_sm=2, share=128),
         ("decode", 80): Config(16, 32, 1, 4, per_sm=2, shares=4, share=256),
         ("decode", 90): Config(16, 32, 1, 4, per_sm=2, shares=4, share=256),
         ("decode", 100): Config(16, 32, 1, 4, per_sm=2, shares=4, share=256),
         ("prefill", 80): Config(128, 32, 8, 3),
-        ("prefill", 90): Config(128, 64, 8, 3),
+        ("prefill", 90): Config(128, 128, 8, 2),
         ("prefill", 100): Config(128, 64, 8, 3),
         ("steady", 80): Config(64, 64, 8, 2, per_sm=2, share=1024),
         ("steady", 90): Config(64, 64, 8, 2, per_sm=2, share=1024),
@@ -71,18 +75,26 @@ _SM_WITHOUT_GPU = 8  # in Triton's interpreter, so that shares are tested
 
 def candidates(kind: Kind) -> list[Config]:
     """Configurations worth timing."""
-    if kind == "decode":
-        cuts = product((16, 32, 64, 128), (1, 2, 4), (2, 3, 4, 5), ((2, 4), (2, 8), (4, 1), (4, 4)), (128, 256))
-        return [
-            Config(16, n, warps, stages, *split, least) for n, warps, stages, split, least in cuts if n >= 16 * warps
-        ]
+    if kind in ("few", "decode"):
+        cuts = (
+            (32, 1, 3),
+            (32, 1, 4),
+            (32, 1, 5),
+            (64, 1, 3),
+            (64, 2, 3),
+            (64, 2, 4),
+            (64, 4, 3),
+            (64, 4, 4),
+            (128, 4, 3),
+        )
+        splits = ((2, 1, 128), (2, 1, 256), (4, 1, 128), (2, 4, 256), (2, 8, 256), (4, 4, 256))
+        return [Config(16, *cut, *split) for cut, split in product(cuts, splits)]
     if kind == "prefill":
-        cuts = product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4))
-        return [Config(m, n, warps, stages) for m, n, warps, stages in cuts if n * stages <= 384 and m >= 16 * warps]
+        tiles = ((128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 32, 8, 4))
+        return [Config(*tile) for tile in (*tiles, (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2))]
     steady = CONFIGS["steady", 90]
-    return [
-        replace(steady, block_n=n, num_stages=stages, per_sm=k) for n, stages, k in product((32, 64), (2, 3), (1, 2))
-    ]
+    cuts = product((32, 64, 128), (4, 8), (2, 3))
+    return [replace(steady, block_n=n, num_warps=warps, num_stages=stages) for n, warps, stages in cuts]
 
 
 @contextmanager
@@ -168,7 +180,7 @@ class _Batch:
         )
 
     def config(self, kind: Kind) -> Config:
-        return _config(kind, _capability(self.q.device), self.q.shape[2] * self.q.element_size())
+        return _config(kind, _capability(self.q.device), self.q.shape[2], self.q.element_size())
 
     def num_shares(self, rows: int, config: Config) -> int:
         """Programs for each row and KV head: enough for the card, none for fewer than `share` positions."""
@@ -184,12 +196,14 @@ class _Batch:
 
 
 def _decode(batch: _Batch, *, each_row: bool) -> None:
-    config = batch.config("decode")
     rows = batch.q.shape[0] if each_row else batch.page.shape[0]
+    few = rows * batch.num_kv < 2 * _multiprocessors(batch.q.device)
+    config = batch.config("few" if few else "decode")
     shares = batch.num_shares(rows, config) if rows * batch.num_kv <= _COUNTERS else 1
     decode_kernel[(batch.num_kv, shares, rows)](
         *batch.tensors,
         *batch.partial(rows if shares > 1 else 0, shares),
+        min_share=config.share,
         **batch.numbers,
         **_decode_constants(batch.constants, config),
         EACH_ROW=each_row,
@@ -206,8 +220,7 @@ def _prefill(batch: _Batch, *, min_rows: int) -> None:
         min_rows=min_rows,
         **batch.numbers,
         **batch.constants,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
+        **_prefill_tile(config, batch.window is not None),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -254,18 +267,25 @@ def _decode_constants(constants: Mapping[str, int | bool], config: Config) -> di
         "BLOCK_M": max(config.block_m, group_2),
         "BLOCK_N": config.block_n,
         "FOLD": max(1, config.num_warps * 2048 // (group_2 * constants["BLOCK_D"])),  # 64 registers a thread
-        "MIN_SHARE": config.share,
     }
 
 
-def _config(kind: Kind, capability: int, head_bytes: int) -> Config:
-    """The override, or the table's row; heads of more than 256 bytes take proportionally fewer positions a step."""
+def _prefill_tile(config: Config, windowed: bool) -> dict[str, int]:
+    """Under a window every step is masked, and the masks take the registers of the widest steps."""
+    return {"BLOCK_M": config.block_m, "BLOCK_N": min(config.block_n, 64) if windowed else config.block_n}
+
+
+def _config(kind: Kind, capability: int, head: int, element_bytes: int) -> Config:
+    """The override, or the table's row, with fewer positions a step for heads of more than 256 bytes. float32 has no
+    tensor cores, and a tile of its own, small enough for registers."""
     chosen = _OVERRIDE.get()
     if chosen is not None:
         return chosen
     known = [card for row, card in CONFIGS if row == kind]
     config = CONFIGS[kind, max((card for card in known if card <= capability), default=min(known))]
-    return replace(config, block_n=max(16, config.block_n * 256 // max(256, triton.next_power_of_2(head_bytes))))
+    if element_bytes > 2:
+        return replace(config, block_m=min(config.block_m, 32), block_n=16, num_warps=4, num_stages=2)
+    return replace(config, block_n=max(16, config.block_n * 128 // max(128, triton.next_power_of_2(head))))
 
 
 @cache
@@ -287,7 +307,7 @@ def _counters(device: torch.device) -> Tensor:
 
 
 _INTEGERS = ("page", "cu_seqlens", "context", "virtual", "arrived")
-_NUMBERS = ("num_requests", "min_rows", "table_stride", "max_spans", "window")
+_NUMBERS = ("num_requests", "min_rows", "table_stride", "max_spans", "min_share", "window")
 _SPECIMENS = (("*bf16", 8, 4, 128, False), ("*bf16", 8, 4, 128, True), ("*fp16", 2, 6, 128, False))
 
 
@@ -295,10 +315,12 @@ def specimens(capability: int = 90) -> Iterator[Specimen]:
     """The kernels as a card runs them: Llama 8B's heads without and with a window, Qwen 1.5B's."""
     for dtype, num_kv, group, head, window in _SPECIMENS:
         constants = _constants(16, num_kv, group, head, num_kv * group * head, window)
-        decode, prefill, steady = (_config(kind, capability, 2 * head) for kind in ("decode", "prefill", "steady"))
-        cut = {**_decode_constants(constants, decode), "EACH_ROW": not window}
-        yield _specimen(decode_kernel, dtype, cut, decode)
-        cut = {**constants, "BLOCK_M": prefill.block_m, "BLOCK_N": prefill.block_n}
+        configs = [_config(kind, capability, head, 2) for kind in ("decode", "few", "prefill", "steady")]
+        *decodes, prefill, steady = configs
+        for decode in decodes:
+            cut = {**_decode_constants(constants, decode), "EACH_ROW": not window}
+            yield _specimen(decode_kernel, dtype, cut, decode)
+        cut = {**constants, **_prefill_tile(prefill, window)}
         yield _specimen(prefill_kernel, dtype, cut, prefill)
         cut = {**constants, "BLOCK_M": steady.block_m, "BLOCK_N": steady.block_n, "SPAN": steady.share}
         yield _specimen(steady_kernel, dtype, cut, steady)

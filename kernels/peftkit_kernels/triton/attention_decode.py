@@ -39,18 +39,19 @@ def combine(
 
 
 @triton.jit(
-    do_not_specialize=["num_requests", "table_stride", "window"],
+    do_not_specialize=["num_requests", "table_stride", "min_share", "window"],
     do_not_specialize_on_alignment=["page", "cu_seqlens", "context", "virtual"],
 )
 def decode_kernel(
-    q, kv, page, cu_seqlens, context, virtual, out, part, stat, arrived, num_requests, table_stride, scale, window,
+    q, kv, page, cu_seqlens, context, virtual, out, part, stat, arrived, num_requests, table_stride, min_share,
+    scale, window,
     Q_STRIDE: tl.constexpr, NUM_KV: tl.constexpr, GROUP: tl.constexpr, GROUP_2: tl.constexpr, HEAD: tl.constexpr,
     BLOCK_D: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FOLD: tl.constexpr,
-    MIN_SHARE: tl.constexpr, EACH_ROW: tl.constexpr, WINDOW: tl.constexpr,
+    EACH_ROW: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Grid (K, shares, X). EACH_ROW: X = T ≤ N, all rows; else X = N, the rows of the requests that have just one.
 
-    A row's positions are shared out evenly, in blocks of BLOCK_N and at least MIN_SHARE to a program; the programs
+    A row's positions are shared out evenly, in blocks of BLOCK_N and at least `min_share` to a program; the programs
     that are left over leave at once. `arrived` counts a row's finished shares, and is zero again at the end.
     """
     head, share, index = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -72,7 +73,7 @@ def decode_kernel(
         num_virtual = tl.load(virtual + n)
         begin = tl.maximum(end - window, 0) // BLOCK_N * BLOCK_N
     share_size = tl.cdiv(tl.cdiv(end - begin, tl.num_programs(1)), BLOCK_N) * BLOCK_N
-    share_size = tl.maximum(share_size, MIN_SHARE)
+    share_size = tl.maximum(share_size, min_share)
     num_shares = tl.cdiv(end - begin, share_size)
     if share >= num_shares:
         return

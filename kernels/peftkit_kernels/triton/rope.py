@@ -46,7 +46,7 @@ def override(config: Config) -> Iterator[None]:
         _OVERRIDE.reset(token)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["cell"])
 def rope_kernel(
     qkv, cos, sin, cell, kv, out, num_rows,
     ROW_STRIDE: tl.constexpr, NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, BLOCK_E: tl.constexpr,
