@@ -71,6 +71,8 @@ def paged_attention(
     _tensor("num_virtual_N", num_virtual_N, (num_requests,), INT32, q_TQD)
     if window is not None and window < 1:
         raise ValueError(f"window is {window}: at least 1, or None, is wanted")
+    if scale <= 0:
+        raise ValueError(f"scale is {scale}: a positive one is wanted")
 
 
 def gated_activation(x_TO: Tensor, *, deterministic: bool = False) -> None:
