@@ -40,7 +40,7 @@ def check(module: ModuleType, logits: Tensor, columns: tuple[Tensor, ...]) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (3, 5), (24, 100)])
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (3, 5), (8, 60)])
 def test_draws_the_tokens_of_the_reference(
     seed: int, interpreter: Interpreter, rows: int, vocab: int, dtype: torch.dtype
 ) -> None:
@@ -52,14 +52,14 @@ def test_chunks_of_a_row_add_up(seed: int, interpreter: Interpreter, monkeypatch
     module = interpreter("sampling")
     monkeypatch.setattr(module, "_CHUNK", 16)
     monkeypatch.setattr(module, "_LIMIT_BLOCK", 32)
-    check(module, torch.randn(12, 103) * 2, parameters(random.Random(seed), 12, 103))
+    check(module, torch.randn(6, 71) * 2, parameters(random.Random(seed), 6, 71))
 
 
 def test_ties_are_kept_and_the_lowest_id_is_greedy(seed: int, interpreter: Interpreter) -> None:
     rng = random.Random(seed)
-    logits = torch.randint(-2, 3, (24, 40)).float() * 0.5
+    logits = torch.randint(-2, 3, (10, 30)).float() * 0.5
     logits[logits == 0] *= torch.randint(0, 2, (int((logits == 0).sum()),)) * 2 - 1.0  # zeros of both signs are equal
-    check(interpreter("sampling"), logits, parameters(rng, 24, 40))
+    check(interpreter("sampling"), logits, parameters(rng, 10, 30))
 
 
 def test_rows_that_are_not_finite_draw_nothing(interpreter: Interpreter) -> None:

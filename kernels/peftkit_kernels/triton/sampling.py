@@ -47,7 +47,7 @@ def sample(
     place_NC = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device)
     mass_NC = torch.empty(num_rows, num_chunks, dtype=torch.float64, device=device)
     peak_N = torch.empty(num_rows, dtype=torch.float32, device=device)
-    limit_N = torch.empty(num_rows, dtype=torch.int32, device=device)
+    limit_N = torch.empty(num_rows, dtype=torch.float32, device=device)
     stride = logits_NV.stride(0)
     temperature_N, top_k_N, top_p_N = temperature_N.contiguous(), top_k_N.contiguous(), top_p_N.contiguous()
     min_p_N, seed_N, step_N = min_p_N.contiguous(), seed_N.contiguous(), step_N.contiguous()
@@ -116,7 +116,7 @@ def _limit(
     finite = (largest < float("inf")) & (largest > float("-inf"))
     tl.store(peak + row, largest)
     tl.store(token + row, tl.where(finite, tl.where(heat == 0.0, greedy, -2), -1).to(tl.int64))
-    floor = tl.full((), -2147483648, tl.int32)
+    floor = tl.full((), float("-inf"), tl.float32)
     if finite & (heat > 0.0):
         row_logits = logits + row * stride
         k = tl.load(top_k + row)
@@ -124,8 +124,9 @@ def _limit(
             floor = _descend(row_logits, largest, 1.0, floor, k.to(tl.float32), False, VOCAB, BLOCK, LAST_BIT)
         share = tl.load(top_p + row)
         if share < 1.0:
-            total = _reach(row_logits, largest, 1.0 / heat, floor, floor, floor, floor, True, VOCAB, BLOCK)
-            floor = _descend(row_logits, largest, 1.0 / heat, floor, total[0] * share, True, VOCAB, BLOCK, LAST_BIT)
+            cold = 1.4426950408889634 / heat  # log₂ e
+            total = _reach(row_logits, largest, cold, floor, floor, floor, True, VOCAB, BLOCK)
+            floor = _descend(row_logits, largest, cold, floor, total[0] * share, True, VOCAB, BLOCK, LAST_BIT)
     tl.store(limit + row, floor)
 
 
@@ -141,42 +142,41 @@ def _descend(
     BLOCK: tl.constexpr,
     LAST_BIT: tl.constexpr,
 ):
-    """The largest rank such that what ranks there or above, and not below `floor`, reaches what is wanted."""
+    """The largest logit such that what is there or above, and not below `floor`, reaches what is wanted."""
     found = tl.full((), -2147483648, tl.int64)
     for step in range((32 - LAST_BIT) // 2):
         unit = tl.full((), 1, tl.int64) << (30 - 2 * step)
-        one, two, three = (found + unit).to(tl.int32), (found + 2 * unit).to(tl.int32), (found + 3 * unit).to(tl.int32)
-        reach = _reach(logits, largest, cold, floor, one, two, three, WEIGHED, VOCAB, BLOCK)
+        one = tl.maximum(_logit(found + unit), floor)
+        two = tl.maximum(_logit(found + 2 * unit), floor)
+        three = tl.maximum(_logit(found + 3 * unit), floor)
+        reach = _reach(logits, largest, cold, one, two, three, WEIGHED, VOCAB, BLOCK)
         digit = (reach[0] >= wanted).to(tl.int64) + (reach[1] >= wanted).to(tl.int64)
         found += unit * (digit + (reach[2] >= wanted).to(tl.int64))
-    return tl.maximum(found.to(tl.int32), floor)
+    return tl.maximum(_logit(found), floor)
 
 
 @triton.jit
-def _reach(
-    logits, largest, cold, floor, one, two, three, WEIGHED: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr
-):
-    """How many tokens, or how much weight, rank at each of three places or above."""
+def _reach(logits, largest, cold, one, two, three, WEIGHED: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """How many tokens, or how much weight, stand at each of three logits or above."""
     sum_one, sum_two = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     sum_three = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, VOCAB, BLOCK):
         token = start + tl.arange(0, BLOCK)
         logit = tl.load(logits + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
-        rank = _rank(logit)
-        value = tl.where((token < VOCAB) & (rank >= floor), 1.0, 0.0)
+        value = 1.0
         if WEIGHED:
-            value *= tl.exp((logit - largest) * cold)
-        sum_one += tl.where(rank >= one, value, 0.0)
-        sum_two += tl.where(rank >= two, value, 0.0)
-        sum_three += tl.where(rank >= three, value, 0.0)
+            value = tl.exp2((logit - largest) * cold)
+        sum_one += (logit >= one).to(tl.float32) * value
+        sum_two += (logit >= two).to(tl.float32) * value
+        sum_three += (logit >= three).to(tl.float32) * value
     return tl.sum(sum_one, axis=0), tl.sum(sum_two, axis=0), tl.sum(sum_three, axis=0)
 
 
 @triton.jit
-def _rank(logit):
-    """Integers of the same order as the logits, equal where they are."""
-    bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True)  # -0 equals 0
-    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+def _logit(rank):
+    """Integers to the float32 of the same order; beyond the infinities there are only these."""
+    bits = tl.minimum(tl.maximum(rank, -2139095041), 2139095040).to(tl.int32)
+    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -185,7 +185,7 @@ def _weight(logits, temperature, min_p, peak, limit, row, token, VOCAB: tl.const
     logit = tl.load(logits + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
     below = logit.to(tl.float64) - tl.load(peak + row).to(tl.float64)
     weight = tl.exp(below * (1.0 / tl.load(temperature + row).to(tl.float64)))
-    kept = (token < VOCAB) & (_rank(logit) >= tl.load(limit + row))
+    kept = (token < VOCAB) & (logit >= tl.load(limit + row))
     return tl.where(kept & (weight >= tl.load(min_p + row).to(tl.float64)), weight, 0.0)
 
 
@@ -264,9 +264,9 @@ def specimens() -> Iterator[Specimen]:
     num_chunks = triton.cdiv(vocab, _CHUNK)
     sizes = {"VOCAB": vocab, "CHUNKS": num_chunks}
     padded = {**sizes, "CHUNKS_PADDED": triton.next_power_of_2(num_chunks)}
-    drawn = {"temperature": "*fp32", "min_p": "*fp32", "peak": "*fp32", "limit": "*i32", "token": "*i64"}
+    drawn = {"temperature": "*fp32", "min_p": "*fp32", "peak": "*fp32", "limit": "*fp32", "token": "*i64"}
     asked = {"temperature": "*fp32", "top_k": "*i32", "top_p": "*fp32", "peaks": "*fp32", "places": "*i32"}
-    asked |= {"peak": "*fp32", "limit": "*i32", "token": "*i64"}
+    asked |= {"peak": "*fp32", "limit": "*fp32", "token": "*i64"}
     for dtype, last_bit in (("*bf16", 16), ("*fp32", 0)):
         for kernel, pointers, constants, num_warps in (
             (_peak, {"peak": "*fp32", "place": "*i32"}, {**sizes, "CHUNK": _CHUNK}, 8),
