@@ -46,27 +46,33 @@ def candidates(case: Case) -> tuple[list[Any], Callable[[Any], AbstractContextMa
 
 
 def _run_once(name: str, with_peers: bool) -> None:
-    case = _named(name)
     with suppress(*FAULTS):
-        work = case.prepare()
-        work.ours[0]()
-        for make in work.peers.values() if with_peers else ():
-            with suppress(NotInstalled, *FAULTS):
-                make()[0]()
-        torch.cuda.synchronize()
+        _call_all(_named(name), with_peers)
     torch.cuda.empty_cache()
 
 
+def _call_all(case: Case, with_peers: bool) -> None:
+    work = case.prepare()
+    work.ours[0]()
+    for make in work.peers.values() if with_peers else ():
+        with suppress(NotInstalled, *FAULTS):
+            make()[0]()
+    torch.cuda.synchronize()
+
+
 def _run_candidates(name: str, picks: Sequence[int]) -> None:
-    case = _named(name)
+    with suppress(*FAULTS):
+        _call_candidates(_named(name), picks)
+    torch.cuda.empty_cache()
+
+
+def _call_candidates(case: Case, picks: Sequence[int]) -> None:
     configs, override = candidates(case)
     work = case.prepare()
     for pick in picks:
         with suppress(*FAULTS), override(configs[pick]):
             work.ours[0]()
     torch.cuda.synchronize()
-    del work
-    torch.cuda.empty_cache()
 
 
 def _named(name: str) -> Case:
