@@ -1,8 +1,10 @@
 """The label auditor: its figures, what it shows, and what it refuses."""
 
+import hashlib
 import json
 import random
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from peftkit.artifact import read_adapter
+from peftkit.base import resolve_base
+from peftkit.chat import render_chat
+from peftkit.cli.chosen import choose
 from peftkit.cli.main import run as cli
 from peftkit.data import audit, check_overlap, load_dataset, open_stream
 from peftkit.data.audit import audit_source
@@ -189,3 +195,36 @@ def test_a_run_shows_its_audit_before_it_trains(
     caplog.set_level("INFO", "peftkit")
     train(make_recipe(train={"max_steps": 1}))
     assert "24 rows, 24 samples" in caplog.text and "what is trained in [[ ]]" in caplog.text
+
+
+# from training to serving --------------------------------------------------------------------------------------------
+
+
+def test_the_template_travels_with_the_adapter_and_serving_renders_what_was_trained(
+    make_recipe: MakeRecipe, tmp_path: Path, tiny_base: Path
+) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(tiny_base, base)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    own = tokenizer.chat_template.replace("<|im_start|>", "<|endoftext|>")
+    tokenizer.chat_template = own
+    tokenizer.save_pretrained(base)
+    turns = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "first"},
+        {"role": "assistant", "content": "one"},
+        {"role": "user", "content": "second"},
+        {"role": "assistant", "content": "two"},
+    ]
+    path = write(tmp_path / "chat.jsonl", {"messages": turns})
+    summary = train(make_recipe(base=str(base), data={"train": str(path)}, train={"max_steps": 1}))
+    record = read_adapter(summary.out).record
+    assert record["chat_template"] == {"text": own, "sha256": hashlib.sha256(own.encode()).hexdigest()}
+    assert record["tokenizer_sha256"] == resolve_base(str(base)).fingerprint.tokenizer
+    (sample,) = load_dataset(str(path), tokenizer, max_length=128).samples
+    served_by = choose(str(summary.out), str(tiny_base), None).tokenizer()
+    for turn in (2, 4):
+        served = render_chat(served_by, turns[:turn])
+        assert sample.ids[: len(served)].tolist() == served
+        assert sample.trained[len(served)] and not sample.trained[len(served) - 1]
+    assert render_chat(AutoTokenizer.from_pretrained(tiny_base), turns[:2]) != render_chat(served_by, turns[:2])

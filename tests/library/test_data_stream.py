@@ -12,15 +12,21 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from peftkit.data import Batch, Batching, StreamSampler, open_stream
-from peftkit.data.dataset import POOL_ROWS
 from peftkit.errors import DataError
 from peftkit.recipe import Recipe
 from peftkit.train import dry_run, train
 from peftkit.train.interrupt import Interrupted
 from peftkit.train.loop import Trainer
 
-COUNT = 2 * POOL_ROWS + 100
+POOL_ROWS = 100
+COUNT = 2 * POOL_ROWS + 30
 MakeRecipe = Callable[..., Recipe]
+
+
+@pytest.fixture(autouse=True)
+def _small_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peftkit.data.sampler.POOL_ROWS", POOL_ROWS)
+    monkeypatch.setattr("peftkit.data.dataset.POOL_ROWS", POOL_ROWS)
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +59,9 @@ def numbers(batches: list[Batch], tokenizer: PreTrainedTokenizerBase) -> list[in
 
 
 BATCHINGS = {
-    "rows": Batching(1, 8192, batch_size=64),
-    "tokens": Batching(1, 1024),
-    "packed": Batching(1, 1024, width=64),
+    "rows": Batching(1, 8192, batch_size=8),
+    "tokens": Batching(1, 256),
+    "packed": Batching(1, 256, width=64),
 }
 
 
@@ -141,7 +147,7 @@ def test_a_streamed_run_that_was_interrupted_ends_with_the_same_bits(
     monkeypatch.setattr("peftkit.data.sampler.POOL_ROWS", 10)
     settings: dict[str, Any] = {
         "data": {"streaming": True, "packing": packing},
-        "train": {"max_steps": 10, "batch_size": 3, "save_every": 1},
+        "train": {"max_steps": 10, "batch_size": 3, "save_every": 4},
     }
     whole, parted = (make_recipe(**settings, out=str(tmp_path / name)) for name in ("whole", "parted"))
     summary = train(whole)

@@ -276,7 +276,7 @@ def test_a_packed_run_that_was_interrupted_ends_with_the_same_bits(
 ) -> None:
     settings: dict[str, Any] = {
         "data": {"packing": True},
-        "train": {"max_steps": 10, "batch_size": None, "batch_tokens": 160, "grad_accum": 2, "save_every": 1},
+        "train": {"max_steps": 10, "batch_size": None, "batch_tokens": 160, "grad_accum": 2, "save_every": 4},
     }
     whole = make_recipe(**settings, out=str(tmp_path / "whole"))
     train(whole)
