@@ -18,7 +18,7 @@ from torch import Tensor
 
 from peftkit_kernels.triton.compile import Specimen
 
-_CHUNK = 4096  # logits a program of the passes that are spread over the card
+_CHUNK = 2048  # logits a program of the passes that are spread over the card
 _LIMIT_BLOCK = 8192  # logits at a time where one program has a row
 _LIMIT_WARPS = 16
 _LAST_BIT = {torch.float32: 0, torch.float16: 12, torch.bfloat16: 16}  # as float32; an even one
