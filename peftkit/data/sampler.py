@@ -21,6 +21,9 @@ _POOL = 16
 """Batches' worth of rows among which rows of like length are put together: enough that little is padding, few enough
 that the order stays random."""
 
+_PER_ROW = 8
+"""Samples of a packed row on average: more leave hardly less padding and cost attention over a longer row."""
+
 Plan = list[list[list[int]]]
 """Micro-batches of rows of sample indices; a row is one sample unless rows are packed."""
 
@@ -57,15 +60,18 @@ class Batching:
     batch_size: int | None = None
     """Samples of a micro-batch."""
     width: int | None = None
-    """Tokens of a packed row; None packs nothing."""
+    """Most tokens of a packed row; None packs nothing."""
 
     def plan(self, lengths: Sequence[int], part: str) -> Plan:
         """Micro-batches over all samples, each once, in a random order that `part` names."""
         if self.width is None:
             return [[[sample] for sample in batch] for batch in self._plan_samples(lengths, part)]
+        if not lengths:
+            return []
+        width = min(self.width, max(max(lengths), _PER_ROW * sum(lengths) // len(lengths)))
         if self.batch_size is not None:
-            return [fill_rows(batch, lengths, self.width) for batch in self._plan_samples(lengths, part)]
-        return _plan_packed(lengths, random.Random(f"{self.seed}/{part}"), self.batch_tokens, self.width)
+            return [_even_rows(batch, lengths, width, self.width) for batch in self._plan_samples(lengths, part)]
+        return _plan_packed(lengths, random.Random(f"{self.seed}/{part}"), self.batch_tokens, width)
 
     def collate(self, samples: Sequence[Sample], batch: list[list[int]]) -> Batch:
         """A planned micro-batch as tensors."""
@@ -231,6 +237,18 @@ def _plan_packed(lengths: Sequence[int], shuffle: random.Random, batch_tokens: i
     batches = [rows[i : i + per_batch] for i in range(0, len(rows), per_batch)]
     shuffle.shuffle(batches)
     return batches
+
+
+def _even_rows(samples: Sequence[int], lengths: Sequence[int], width: int, most: int) -> list[list[int]]:
+    """Few samples in rows of like length, about `width` tokens and at most `most`: as many rows as that takes."""
+    total = sum(lengths[sample] for sample in samples)
+    num_rows = max(round(total / width), math.ceil(total / most))
+    width = max(max(lengths[sample] for sample in samples), math.ceil(total / max(num_rows, 1)))
+    while True:
+        rows = fill_rows(samples, lengths, min(width, most))
+        if len(rows) <= num_rows or width >= most:
+            return rows
+        width += width // 16 + 1
 
 
 def _pools(order: Sequence[int], lengths: Sequence[int], batch_tokens: int) -> Iterator[Sequence[int]]:

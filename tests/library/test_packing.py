@@ -223,6 +223,8 @@ def test_little_padding_is_left(seed: int) -> None:
         for size, width in ((None, 512), (16, None))
     )
     assert packed < 0.05 < 0.3 < padded
+    even = padding_share(Sampler(samples, Batching(seed, 2048, 16, 512), window=1).shapes())
+    assert even < 0.05
 
 
 # refusals ------------------------------------------------------------------------------------------------------------
