@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 MASKED = ("sdpa", "eager", "peftkit_prefix")
@@ -72,10 +72,7 @@ def why_not(model: PreTrainedModel, max_length: int) -> str | None:
 
 @torch.no_grad()
 def _keeps_apart(model: PreTrainedModel, attention: str) -> bool:
-    embedding = model.get_input_embeddings()
-    assert isinstance(embedding, nn.Embedding)
-    device = embedding.weight.device
-    vocabulary = int(embedding.num_embeddings)
+    device, vocabulary = model.device, int(model.config.vocab_size)
     ids = torch.arange(8, device=device)[None] * 7 % vocabulary
     other = torch.cat([(ids[:, :4] + 3) % vocabulary, ids[:, 4:]], 1)
     segments = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]], device=device)
@@ -85,7 +82,7 @@ def _keeps_apart(model: PreTrainedModel, attention: str) -> bool:
         first, second = (
             model.base_model(
                 input_ids=tokens,
-                attention_mask=block_mask(segments, attention, embedding.weight.dtype),
+                attention_mask=block_mask(segments, attention, model.dtype),
                 position_ids=torch.arange(4, device=device).repeat(2)[None],
                 use_cache=False,
             ).last_hidden_state[:, 4:]

@@ -27,9 +27,7 @@ def token_loss_sum(model: PreTrainedModel, batch: Batch) -> Tensor:
     """
     mask = batch.attention_mask_BT
     if batch.segments_BT is not None:
-        embeddings = model.get_input_embeddings()
-        dtype = next(embeddings.parameters()).dtype
-        mask = block_mask(batch.segments_BT, str(model.config._attn_implementation), dtype)
+        mask = block_mask(batch.segments_BT, str(model.config._attn_implementation), model.dtype)
     hidden_BTH = model.base_model(
         input_ids=batch.input_ids_BT,
         attention_mask=mask,

@@ -44,6 +44,7 @@ METHODS: dict[str, Any] = {
     "none": None,
     "lora": LoraConfig(r=4),
     "dora": LoraConfig(r=4, variant="dora"),
+    "token rows": LoraConfig(r=4, trainable_token_indices=[3, 9]),
     "bottleneck": BottleneckConfig(),
     "prefix": PrefixTuningConfig(num_virtual_tokens=3),
     "ptuning_v2": PTuningV2Config(num_virtual_tokens=3),
@@ -317,3 +318,20 @@ def test_the_dry_run_says_how_much_padding_packing_removes(make_recipe: MakeReci
     packed, padded = (dry_run(make_recipe(data={"packing": packing})) for packing in ("auto", False))
     assert packed.packed and not padded.packed
     assert packed.padding < packed.unpacked_padding == padded.padding
+
+
+def test_gradients_of_packed_rows_are_the_same_with_checkpointing(seed: int) -> None:
+    model = model_of()
+    adapt(model, METHODS["prefix"], seed)
+    model.train()
+    samples = samples_of(random.Random(seed), 5)
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.zero_grad()
+        accumulate_gradients(model, [collate_packed([samples[:3], samples[3:]])])
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    for one, other in zip(*gradients, strict=True):
+        assert one.abs().sum() > 0
+        torch.testing.assert_close(one, other)
