@@ -120,8 +120,10 @@ class Eval(_Section):
 
     every: int = Field(default=100, ge=0)
     """Steps between evaluations; 0 evaluates only at the end."""
-    metric: Literal["loss"] = "loss"
-    """What the best adapter is chosen by: loss, the mean per target token."""
+    metric: Literal["loss", "exact_match", "accuracy", "rouge_l"] = "loss"
+    """What the best adapter is chosen by: the mean loss per target token, or a score of generated answers."""
+    rows: int | None = Field(default=None, ge=1)
+    """Rows of data.valid that are answered for a metric other than loss; null: all."""
     early_stop: int | None = Field(default=None, ge=1)
     """Stop after this many evaluations in a row without a new best; null never stops early."""
 
@@ -131,6 +133,8 @@ class Log(_Section):
 
     every: int = Field(default=10, ge=1)
     """Steps between lines of metrics.jsonl."""
+    samples: int = Field(default=3, ge=0)
+    """Rows whose answers before and after training are recorded for the report."""
     tensorboard: bool = True
     """Write TensorBoard curves too, where the tensorboard package is installed."""
 
@@ -197,6 +201,8 @@ class Recipe(_Section):
     def _has_data(self) -> Self:
         if not self.data.train:
             raise ValueError("data.train is missing: name a file of training rows")
+        if self.eval.metric != "loss" and self.data.valid is None:
+            raise ValueError(f"eval.metric {self.eval.metric} needs data.valid: held-out rows to answer")
         if self.data.streaming and self.train.max_steps is None:
             raise ValueError("data.streaming needs train.max_steps: how many rows a stream has isn't known")
         return self
@@ -220,7 +226,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     runs = load_runs(path, overrides).recipes
     if len(runs) > 1:
         raise RecipeError(f"{path}: runs: this recipe holds {len(runs)} runs where one is wanted", field="runs")
-    return runs[0]
+    return next(iter(runs))
 
 
 def load_runs(path: str | Path, overrides: Sequence[str] = ()) -> Runs:

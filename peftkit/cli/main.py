@@ -27,6 +27,7 @@ from peftkit.errors import PeftkitError
 COMMANDS: dict[str, str] = {
     "demo": "Fine-tune, evaluate, serve, merge and export on the embedded base, on a CPU in minutes.",
     "train": "Fine-tune by recipe.",
+    "report": "One HTML page that shows or compares runs.",
     "eval": "Score an adapter, or the bare base, on a data file.",
     "generate": "One answer, streamed to the terminal.",
     "merge": "Merge adapters into a base and write a plain model, with proof.",

@@ -1,6 +1,7 @@
 """`peftkit train RECIPE.yaml [key.path=value ...]`"""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -23,15 +24,22 @@ def command(
 ) -> None:
     """Fine-tune by recipe."""
     from peftkit import train
-    from peftkit.recipe import load_recipe
+    from peftkit.recipe import load_runs
 
-    settings = load_recipe(recipe, overrides or [])
+    runs = load_runs(recipe, overrides or [])
     if dry_run:
-        plan = train.dry_run(settings)
-        output.emit(vars(plan), lambda: _plan_text(plan))
+        plans = train.dry_runs(runs)
+        _emit(plans, _plan_text)
     else:
-        summary = train.train(settings, resume=resume, overwrite=overwrite, progress=output.progress)
-        output.emit(vars(summary), lambda: _summary_text(summary))
+        summaries = train.train_runs(runs, resume=resume, overwrite=overwrite, progress=output.progress)
+        if train.is_main_process():
+            _emit(summaries, _summary_text)
+
+
+def _emit(results: Sequence[Any], text: Callable[[Any], str]) -> None:
+    """One run's result by itself, several as a list."""
+    result = vars(results[0]) if len(results) == 1 else {"runs": results}
+    output.emit(result, lambda: "\n\n".join(map(text, results)))
 
 
 def _plan_text(plan: "DryRun") -> str:

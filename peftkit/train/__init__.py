@@ -1,8 +1,20 @@
 """Training: the loop on accelerate, checkpoints with exact resumption, the dry run before it and the record after."""
 
-from peftkit.train.dry_run import DryRun, dry_run
+from peftkit.train.dry_run import DryRun, dry_run, dry_runs
 from peftkit.train.interrupt import Interrupted
 from peftkit.train.memory import MemoryEstimate
-from peftkit.train.run import OpenBar, RunSummary, train
+from peftkit.train.processes import is_main_process
+from peftkit.train.run import OpenBar, RunSummary, train, train_runs
 
-__all__ = ["DryRun", "Interrupted", "MemoryEstimate", "OpenBar", "RunSummary", "dry_run", "train"]
+__all__ = [
+    "DryRun",
+    "Interrupted",
+    "MemoryEstimate",
+    "OpenBar",
+    "RunSummary",
+    "dry_run",
+    "dry_runs",
+    "is_main_process",
+    "train",
+    "train_runs",
+]

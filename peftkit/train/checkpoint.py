@@ -15,7 +15,7 @@ import logging
 import random
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from peftkit.train.optim import moments, set_moments
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 KEPT = 2
 ADAPTER, OPTIMIZER, STATE, MANIFEST = "adapter.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 _NAME = re.compile(r"step-(\d+)")
@@ -67,6 +67,9 @@ class RunState:
     eval_loss: float | None = None
     best_step: int | None = None
     best_loss: float | None = None
+    eval_score: float | None = None
+    """Where eval.metric isn't loss, its value at the last evaluation, and at the best."""
+    best_score: float | None = None
     worse: int = 0
     """Evaluations since the best."""
     stopped_early: bool = False
@@ -83,7 +86,8 @@ class Checkpoint:
     """Recipe, base fingerprint and data hashes of the run that wrote it."""
     adapter: dict[str, Tensor]
     optimizer: dict[str, Tensor]
-    generators: dict[str, Any]
+    generators: list[dict[str, Any]]
+    """Generator states of each process."""
 
 
 def save_checkpoint(
@@ -94,7 +98,7 @@ def save_checkpoint(
     identity: Mapping[str, Any],
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
-    device: torch.device,
+    generators: Sequence[Mapping[str, Any]],
 ) -> Path:
     """Writes `folder`/step-N and removes all but the last two. Raises RunError when there is no room: the checkpoints
     before are then as they were."""
@@ -103,7 +107,7 @@ def save_checkpoint(
         "state": asdict(state),
         "total_steps": total_steps,
         "identity": identity,
-        "generators": _generators(device),
+        "generators": generators,
     }
     files = {
         ADAPTER: safetensors.torch.save(_on_cpu(parameters)),
@@ -151,6 +155,11 @@ def check_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any], total_st
     for name, field in (("base", "base"), ("train", "data.train"), ("valid", "data.valid")):
         if checkpoint.identity[name] != identity[name]:
             raise InputError(f"--resume: {field} is not what the run began with: {remedy}", field=field)
+    if identity["processes"] != checkpoint.identity["processes"]:
+        raise InputError(
+            f"--resume: the run began with {checkpoint.identity['processes']} processes, this are "
+            f"{identity['processes']}: {remedy}"
+        )
     if total_steps < checkpoint.total_steps:
         raise InputError(
             f"--resume: train.max_steps and train.epochs now give {total_steps} steps, the run began with "
@@ -164,16 +173,14 @@ def restore(
     *,
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
-    device: torch.device,
 ) -> None:
-    """Puts a checkpoint's weights, moments and generator states back in place."""
+    """Puts a checkpoint's weights and moments back in place."""
     if set(checkpoint.adapter) != set(parameters):
         raise RunError(f"{checkpoint.path}: its adapter's tensors are not those of the recipe's method")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(checkpoint.adapter[name])
     set_moments(optimizer, parameters, checkpoint.optimizer)
-    _set_generators(checkpoint.generators, device)
 
 
 def _steps(folder: Path) -> set[int]:
@@ -207,7 +214,7 @@ def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
-def _generators(device: torch.device) -> dict[str, Any]:
+def generator_states(device: torch.device) -> dict[str, Any]:
     """States of the generators of Python, NumPy, torch and, on a GPU, CUDA as JSON values."""
     kind, numpy_keys, *numpy_rest = np.random.get_state(legacy=True)
     states: dict[str, Any] = {
@@ -220,7 +227,8 @@ def _generators(device: torch.device) -> dict[str, Any]:
     return states
 
 
-def _set_generators(states: Mapping[str, Any], device: torch.device) -> None:
+def set_generator_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Puts back what `generator_states` gave."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = states["numpy"]
@@ -233,6 +241,8 @@ def _set_generators(states: Mapping[str, Any], device: torch.device) -> None:
 def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in section.items():
+        if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
+            value = {str(index): each for index, each in enumerate(value)}
         if isinstance(value, Mapping):
             flat |= _flat(value, f"{prefix}{key}.")
         else:

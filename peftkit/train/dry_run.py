@@ -4,10 +4,12 @@ from dataclasses import dataclass
 
 from peftkit.data import Stream
 from peftkit.data.audit import Piece, pieces
-from peftkit.recipe import Recipe
+from peftkit.methods import detach
+from peftkit.recipe import Recipe, Runs
 from peftkit.train.loop import num_steps
 from peftkit.train.memory import MemoryEstimate, estimate_memory, num_base, num_trainable
-from peftkit.train.prepare import prepare, virtual_tokens
+from peftkit.train.prepare import Prepared, adapt, load, virtual_tokens
+from peftkit.train.run import check_export
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,23 @@ class DryRun:
 
 def dry_run(recipe: Recipe) -> DryRun:
     """Reads the data, loads the base, attaches the adapter and reports; writes nothing. Raises what `train` would."""
-    prepared = prepare(recipe)
+    (plan,) = dry_runs(Runs((recipe,)))
+    return plan
+
+
+def dry_runs(runs: Runs) -> list[DryRun]:
+    """The same of several runs on one base."""
+    resident, rows = load(runs.recipes)
+    plans = []
+    for recipe, data in zip(runs.recipes, rows, strict=True):
+        plans.append(_plan(adapt(resident, recipe, data)))
+        detach(resident.model)
+    return plans
+
+
+def _plan(prepared: Prepared) -> DryRun:
+    recipe = prepared.recipe
+    check_export(prepared)
     model = prepared.model
     memory = estimate_memory(
         model,

@@ -1,8 +1,9 @@
 """The folder of a run.
 
-OUT/adapter_config.json, adapter_model.safetensors, peftkit.json
+OUT/adapter_config.json, adapter_model.safetensors, peftkit.json; of two methods OUT/KIND/ for each, and peftkit.json
                       the adapter, once the run is done: the best by evaluation, or the last without data.valid
 OUT/best/, OUT/last/  with data.valid: both, apart, as adapter folders of their own
+OUT/report.html       the run in one page
 OUT/run.json          resolved recipe, data, versions, and the figures of a finished run
 OUT/metrics.jsonl     one line a log or evaluation
 OUT/tensorboard/      the same as curves
@@ -22,11 +23,13 @@ from typing import Any
 
 from peftkit.artifact.reader import CONFIG_FILE, RECORD_FILE, TENSOR_FILE
 from peftkit.errors import InputError, RunError
+from peftkit.methods import KINDS
 
 logger = logging.getLogger(__name__)
 
-RUN, METRICS, TENSORBOARD, STATE, BEST, LAST = "run.json", "metrics.jsonl", "tensorboard", "state", "best", "last"
-_ENTRIES = (CONFIG_FILE, TENSOR_FILE, RECORD_FILE, RUN, METRICS, TENSORBOARD, STATE, BEST, LAST)
+RUN, METRICS, REPORT, TENSORBOARD = "run.json", "metrics.jsonl", "report.html", "tensorboard"
+STATE, BEST, LAST = "state", "best", "last"
+_OWN = (CONFIG_FILE, TENSOR_FILE, RECORD_FILE, RUN, METRICS, REPORT, TENSORBOARD, STATE, BEST, LAST)
 
 
 def check(out: Path, *, resume: bool, overwrite: bool) -> None:
@@ -55,7 +58,8 @@ def claim(out: Path, *, overwrite: bool) -> None:
 
 
 def _held(out: Path) -> list[Path]:
-    return [out / name for name in _ENTRIES if (out / name).exists()]
+    parts = [kind for kind in KINDS if (out / kind / CONFIG_FILE).exists()]
+    return [out / name for name in (*_OWN, *parts) if (out / name).exists()]
 
 
 @contextmanager
@@ -88,8 +92,12 @@ def versions() -> dict[str, str]:
 class MetricsLog:
     """Writes metrics.jsonl and, where its package is installed, TensorBoard's curves."""
 
-    def __init__(self, out: Path, *, tensorboard: bool, step: int = 0, evaluated: int = 0) -> None:
-        """Goes on after a step and an evaluation: later lines, which a resumed run will write again, are dropped."""
+    def __init__(self, out: Path | None, *, tensorboard: bool, step: int = 0, evaluated: int = 0) -> None:
+        """Goes on after a step and an evaluation: later lines, which a resumed run will write again, are dropped.
+        Without `out` nothing is written: one of several processes does."""
+        self._file, self._curves = None, None
+        if out is None:
+            return
         self._path = out / METRICS
         with disk_errors(self._path):
             kept = self._lines_upto({"train": step, "eval": evaluated})
@@ -100,6 +108,8 @@ class MetricsLog:
 
     def write(self, event: str, step: int, **figures: float | int | None) -> None:
         """One line: the event ("train" or "eval"), the step and its figures."""
+        if self._file is None:
+            return
         with disk_errors(self._path):
             self._file.write(json.dumps({"event": event, "step": step, **figures}) + "\n")
             self._file.flush()
@@ -109,7 +119,8 @@ class MetricsLog:
                     self._curves.add_scalar(f"{event}/{name}", value, step)
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         if self._curves is not None:
             self._curves.close()
 

@@ -2,7 +2,8 @@
 
     step:  window = next grad_accum micro-batches
            n      = target tokens of the whole window
-           g      = Σ over micro-batches of ∇ (summed loss / n)       one mean over the step, however it is cut up
+           g      = Σ over micro-batches of ∇ (summed loss / n)       one mean over the step, however it is cut up,
+                                                                      also among processes
            if loss and ‖g‖ are finite: clip g, AdamW; else skip and count
 
 Evaluation, checkpoint and log come between steps, so a checkpoint is always of a whole number of steps.
@@ -22,14 +23,27 @@ from transformers import PreTrainedModel
 from peftkit.artifact import save_adapter
 from peftkit.data import Batch, Dataset, Position, Sampler, StreamSampler, collate, plan_evaluation
 from peftkit.errors import RunError
+from peftkit.evaluate import Metric, max_answer_tokens, score
 from peftkit.methods import attached
 from peftkit.recipe import Recipe
-from peftkit.train.checkpoint import Checkpoint, RunState, check_same_run, restore, save_checkpoint
+from peftkit.train.checkpoint import (
+    Checkpoint,
+    RunState,
+    check_same_run,
+    generator_states,
+    restore,
+    save_checkpoint,
+    set_generator_states,
+)
 from peftkit.train.folder import BEST, STATE, MetricsLog
+from peftkit.train.generate import generate_answers
 from peftkit.train.interrupt import Interrupted, StopOnInterrupt
 from peftkit.train.loss import token_loss_sum
+from peftkit.train.memory import num_base, peak_memory
 from peftkit.train.optim import build_optimizer, learning_rate, set_lr
 from peftkit.train.prepare import Prepared
+from peftkit.train.processes import add_up, add_up_gradients, gather, share
+from peftkit.train.speed import flops_rate, mfu
 
 logger = logging.getLogger(__name__)
 
@@ -61,34 +75,47 @@ class Trainer:
         self._skipped_in_a_row = 0
         self._gradients_checked = False
         self._saved: RunState | None = None
+        self._is_main = prepared.accelerator.is_main_process
+        self._num_base = num_base(self._model)
+        self._flops_rate = flops_rate(self._device, prepared.accelerator.num_processes)
         self._window = _LogWindow()
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Goes on from `checkpoint`. Raises InputError naming the field in which the recipe differs from its run's."""
         check_same_run(checkpoint, self._prepared.identity(), self.total_steps)
-        restore(checkpoint, parameters=self._parameters, optimizer=self._optimizer, device=self._device)
+        restore(checkpoint, parameters=self._parameters, optimizer=self._optimizer)
+        set_generator_states(checkpoint.generators[self._prepared.accelerator.process_index], self._device)
         self.state, self._saved = checkpoint.state, replace(checkpoint.state)
         self._sampler.position = Position(self.state.epoch, self.state.row, self.state.taken)
 
-    def run(self, log: MetricsLog, bar: Bar) -> None:
-        """Trains to the end. Raises Interrupted after Ctrl-C, RunError for a loss that stays not finite."""
+    def run(self, log: MetricsLog, bar: Bar, *, steps: int | None = None) -> bool:
+        """Trains to the end, or for so many steps, and leaves a checkpoint; answers whether that is the end.
+
+        Raises Interrupted after Ctrl-C, RunError for a loss that stays not finite.
+        """
+        pause = None if steps is None else self.state.step + steps
         with StopOnInterrupt() as stop:
             while True:
                 if self._evaluation_due():
                     self._evaluate(log, stop)
-                if stop.requested:
+                if self._any(stop):
                     self._save()
                     raise Interrupted(
                         f"interrupted at step {self.state.step} of {self.total_steps}; "
                         f"a checkpoint is in {self._out / STATE}: --resume goes on from it"
                     )
-                if self._done():
+                if self._done() or self.state.step == pause:
                     break
                 self._step()
                 self._report(log, bar)
                 if self._save_due():
                     self._save()
             self._save()
+        return self._done()
+
+    def _any(self, stop: StopOnInterrupt) -> bool:
+        """Whether a stop was asked for in any process: they have to stop at the same step."""
+        return add_up(float(stop.requested), self._device) > 0
 
     def _done(self) -> bool:
         return self.state.step >= self.total_steps or self.state.stopped_early
@@ -99,7 +126,11 @@ class Trainer:
         start = time.perf_counter()
         accelerator = self._prepared.accelerator
         batches = self._sampler.next_window()
-        loss = accumulate_gradients(self._model, batches, accelerator.backward)
+        num_targets = sum(batch.num_target_tokens for batch in batches)
+        own = share(batches, accelerator.process_index, accelerator.num_processes)
+        loss = accumulate_gradients(self._model, own, accelerator.backward, num_targets=num_targets)
+        loss = add_up(loss, self._device)
+        add_up_gradients(self._parameters.values())
         max_norm = self._recipe.optim.max_grad_norm
         norm = accelerator.clip_grad_norm_(list(self._parameters.values()), math.inf if max_norm is None else max_norm)
         assert norm is not None
@@ -114,7 +145,6 @@ class Trainer:
         else:
             self._skip(loss, grad_norm)
         self._optimizer.zero_grad(set_to_none=True)
-        num_targets = sum(batch.num_target_tokens for batch in batches)
         num_tokens = sum(batch.num_tokens for batch in batches)
         seconds = time.perf_counter() - start
         self.state.step += 1
@@ -148,7 +178,11 @@ class Trainer:
 
     def _report(self, log: MetricsLog, bar: Bar) -> None:
         window = self._window
-        bar.update(1, loss=window.loss, lr=window.lr, tokens_per_s=window.tokens_per_s)
+        figures = {"loss": window.loss, "lr": window.lr, "tokens_per_s": window.tokens_per_s}
+        if self._flops_rate is not None:
+            figures["mfu"] = mfu(self._num_base, window.tokens_per_s, self._flops_rate)
+        figures["memory_gb"] = peak_memory(self._device) / 1e9
+        bar.update(1, **figures)
         if self.state.step % self._recipe.log.every == 0 or self._done():
             log.write(
                 "train",
@@ -159,6 +193,8 @@ class Trainer:
                 tokens=self.state.tokens,
                 target_tokens=self.state.target_tokens,
                 tokens_per_s=window.tokens_per_s,
+                mfu=figures.get("mfu"),
+                memory_gb=figures["memory_gb"],
                 seconds=self.state.seconds,
                 skipped=self.state.skipped,
             )
@@ -171,15 +207,17 @@ class Trainer:
     def _save(self) -> None:
         if self._saved == self.state:
             return
-        save_checkpoint(
-            self._out / STATE,
-            state=self.state,
-            total_steps=self.total_steps,
-            identity=self._prepared.identity(),
-            parameters=self._parameters,
-            optimizer=self._optimizer,
-            device=self._device,
-        )
+        states = gather(generator_states(self._device))
+        if self._is_main:
+            save_checkpoint(
+                self._out / STATE,
+                state=self.state,
+                total_steps=self.total_steps,
+                identity=self._prepared.identity(),
+                parameters=self._parameters,
+                optimizer=self._optimizer,
+                generators=states,
+            )
         self._saved = replace(self.state)
 
     def _evaluation_due(self) -> bool:
@@ -191,39 +229,66 @@ class Trainer:
     def _evaluate(self, log: MetricsLog, stop: StopOnInterrupt) -> None:
         assert self._prepared.valid is not None
         start = time.perf_counter()
+        metric = self._recipe.eval.metric
         loss = self._mean_loss(self._prepared.valid, lambda: stop.requested)
+        value = None if loss is None or metric == "loss" else self._score(metric)
         if loss is None:
             return
         state = self.state
-        state.evaluated, state.eval_loss = state.step, loss
-        log.write("eval", state.step, loss=loss, seconds=time.perf_counter() - start)
-        if math.isfinite(loss) and (state.best_loss is None or loss < state.best_loss):
-            state.best_step, state.best_loss, state.worse = state.step, loss, 0
-            save_adapter(self._model, self._out / BEST, **self.adapter_record())
+        state.evaluated, state.eval_loss, state.eval_score = state.step, loss, value
+        named = {} if value is None else {metric: value}
+        log.write("eval", state.step, loss=loss, **named, seconds=time.perf_counter() - start)
+        if self._is_best(loss, value):
+            state.best_step, state.best_loss, state.best_score, state.worse = state.step, loss, value, 0
+            if self._is_main:
+                save_adapter(self._model, self._out / BEST, **self.adapter_record())
         else:
             state.worse += 1
-        logger.info("step %d: evaluation loss %.4f, best %s", state.step, loss, _best(state))
+        score = "" if value is None else f", {metric} {value:.4f}"
+        logger.info("step %d: evaluation loss %.4f%s, best %s", state.step, loss, score, _best(state))
         patience = self._recipe.eval.early_stop
         if patience is not None and state.worse >= patience:
             state.stopped_early = True
             logger.info("eval.early_stop: %d evaluations without a new best: stopping", state.worse)
 
+    def _is_best(self, loss: float, score: float | None) -> bool:
+        state = self.state
+        if score is not None:
+            return state.best_score is None or score > state.best_score
+        return math.isfinite(loss) and (state.best_loss is None or loss < state.best_loss)
+
     def _mean_loss(self, data: Dataset, stop: Callable[[], bool]) -> float | None:
         """Mean loss per target token without gradients or kept logits; None when `stop` says so in between."""
+        accelerator = self._prepared.accelerator
+        plan = plan_evaluation(data.lengths, batch_tokens=self._recipe.train.batch_tokens)
         summed = 0.0
         self._model.eval()
         with torch.no_grad():
-            for rows in plan_evaluation(data.lengths, batch_tokens=self._recipe.train.batch_tokens):
+            for rows in plan[accelerator.process_index :: accelerator.num_processes]:
                 if stop():
                     break
                 batch = collate([data.samples[row] for row in rows])
                 summed += token_loss_sum(self._model, batch.to(self._device)).item()
         self._model.train()
-        return None if stop() else summed / data.num_target_tokens
+        if add_up(float(stop()), self._device):
+            return None
+        return add_up(summed, self._device) / data.num_target_tokens
+
+    def _score(self, metric: Metric) -> float:
+        """A metric of the model's own greedy answers to the held-out rows."""
+        accelerator = self._prepared.accelerator
+        examples, index, count = self._prepared.examples, accelerator.process_index, accelerator.num_processes
+        limits = max_answer_tokens(examples, [metric])
+        own = generate_answers(self._model, self._prepared.tokenizer, examples[index::count], limits[index::count])
+        shares = [iter(answers) for answers in gather(own)]
+        answers = [next(shares[place % count]) for place in range(len(examples))]
+        return score(examples, answers, metric).value
 
     def adapter_record(self) -> dict[str, Any]:
         """What the adapter's `peftkit.json` says of its making, as of now."""
         metrics = {"train_loss": self.state.loss, "eval_loss": self.state.eval_loss}
+        if self.state.eval_score is not None:
+            metrics[self._recipe.eval.metric] = self.state.eval_score
         return {**self._record, "step": self.state.step, "metrics": metrics}
 
 
@@ -234,11 +299,17 @@ def num_steps(sampler: Sampler | StreamSampler, epochs: int) -> int:
 
 
 def accumulate_gradients(
-    model: PreTrainedModel, batches: Sequence[Batch], backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
+    model: PreTrainedModel,
+    batches: Sequence[Batch],
+    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
+    *,
+    num_targets: int | None = None,
 ) -> float:
     """Adds the gradient of the mean loss over all target tokens of `batches` to the parameters' `.grad`, one batch at a
-    time; the sum doesn't depend on how rows are divided into batches. Returns that mean loss."""
-    num_targets = sum(batch.num_target_tokens for batch in batches)
+    time; the sum doesn't depend on how rows are divided into batches. Returns that mean loss. `num_targets` are those
+    of the whole step, where `batches` are a share of it."""
+    if num_targets is None:
+        num_targets = sum(batch.num_target_tokens for batch in batches)
     losses: list[torch.Tensor] = []
     for batch in batches:
         loss_sum = token_loss_sum(model, batch.to(model.device))

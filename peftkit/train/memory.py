@@ -14,9 +14,11 @@ over a 4-bit base, and the libraries themselves (about 0.6 GB of an ordinary pro
 L layers, H hidden, Q query heads, D head size, I feed-forward, V vocabulary.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from peftkit.train.loss import chunk_rows
@@ -66,6 +68,16 @@ def estimate_memory(
         activations=tokens * values * model.get_input_embeddings().weight.element_size(),  # type: ignore[operator]
         logits=targets * config.vocab_size * 12,
     )
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes in use so far: allocated on the GPU, or resident of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource  # not on Windows, where only a GPU's peak is known
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def num_trainable(model: PreTrainedModel) -> int:

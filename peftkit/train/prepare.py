@@ -31,6 +31,7 @@ from peftkit.data import (
 )
 from peftkit.data.packing import why_not
 from peftkit.errors import InputError, RecipeError
+from peftkit.evaluate import Example, read_examples
 from peftkit.methods import attach, attached
 from peftkit.recipe import Recipe
 from peftkit.train.folder import versions
@@ -43,6 +44,10 @@ class Rows(NamedTuple):
 
     train: Dataset | Stream
     valid: Dataset | None
+    examples: list[Example]
+    """Held-out rows to be answered for eval.metric."""
+    shown: list[Example]
+    """Rows whose answers before and after training are recorded."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,10 @@ class Prepared:
     tokenizer: PreTrainedTokenizerBase
     train: Dataset | Stream
     valid: Dataset | None
+    examples: list[Example]
+    """Held-out rows to be answered for eval.metric."""
+    shown: list[Example]
+    """Rows whose answers before and after training are recorded."""
     packed: bool
     """Training rows are laid end to end."""
 
@@ -107,6 +116,7 @@ class Prepared:
         return {
             "recipe": self.recipe.model_dump(mode="json"),
             "base": asdict(self.base.fingerprint),
+            "processes": self.accelerator.num_processes,
             "train": self.train.sha256,
             "valid": self.valid.sha256 if self.valid else None,
         }
@@ -134,7 +144,7 @@ def prepare(recipe: Recipe) -> Prepared:
 
 
 def load(recipes: Sequence[Recipe]) -> tuple[Resident, list[Rows]]:
-    """Reads the data of each run, then loads the base that they share. Raises DataError, BaseModelError, RecipeError."""
+    """Reads the data of each run, then loads the base that they share; raises the errors of both."""
     accelerator = Accelerator()
     if not accelerator.is_main_process:
         logging.getLogger("peftkit").setLevel(logging.ERROR)  # one process tells what all of them do
@@ -171,7 +181,7 @@ def adapt(resident: Resident, recipe: Recipe, rows: Rows) -> Prepared:
     _checkpoint_activations(model, recipe.train.gradient_checkpointing)
     model.train()
     accelerator, base, tokenizer = resident.accelerator, resident.base, resident.tokenizer
-    return Prepared(recipe, accelerator, base, model, tokenizer, rows.train, rows.valid, packed)
+    return Prepared(recipe, accelerator, base, model, tokenizer, *rows, packed)
 
 
 def virtual_tokens(recipe: Recipe) -> int:
@@ -195,7 +205,12 @@ def _load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Rows:
         check_overlap(train.keys, valid.keys)
     color = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     logger.info("%s", audit(train, tokenizer, seed=recipe.train.seed).text(color=color))
-    return Rows(train, valid)
+    examples: list[Example] = []
+    if valid is not None and recipe.eval.metric != "loss":
+        examples = read_examples(valid.name, tokenizer, max_length=data.max_length, limit=recipe.eval.rows)
+    name = train.name if valid is None else valid.name
+    shown = read_examples(name, tokenizer, max_length=data.max_length, limit=recipe.log.samples)
+    return Rows(train, valid, examples, shown)
 
 
 def _packing(model: PreTrainedModel, recipe: Recipe) -> bool:
@@ -227,5 +242,5 @@ def _checkpoint_activations(model: PreTrainedModel, wanted: bool) -> None:
         raise RecipeError("train.gradient_checkpointing: this base doesn't support it: set it to false")
     if wanted:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    elif model.is_gradient_checkpointing:
+    elif any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         model.gradient_checkpointing_disable()

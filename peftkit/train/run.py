@@ -1,25 +1,31 @@
 """A whole run: claim the folder, prepare, resume, train, export, and say what came of it."""
 
+import json
 import logging
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
-import torch
-
-from peftkit.artifact import Artifact, base_record, read_adapter, save_adapter, write_adapter
-from peftkit.artifact.reader import CONFIG_FILE
+from peftkit.artifact import Artifact, base_record, read_adapter, save_adapter, write_parts
+from peftkit.artifact.reader import CONFIG_FILE, RECORD_FILE
 from peftkit.errors import InputError
-from peftkit.recipe import Recipe
+from peftkit.methods import detach
+from peftkit.recipe import Recipe, Runs
 from peftkit.train.checkpoint import Checkpoint, latest_checkpoint
-from peftkit.train.folder import BEST, LAST, RUN, STATE, MetricsLog, check, claim, write_json
+from peftkit.train.folder import BEST, LAST, REPORT, RUN, STATE, MetricsLog, check, claim, write_json
+from peftkit.train.generate import generate_answers
 from peftkit.train.loop import Bar, Trainer
-from peftkit.train.memory import num_base, num_trainable
-from peftkit.train.prepare import Prepared, prepare
+from peftkit.train.memory import num_base, num_trainable, peak_memory
+from peftkit.train.prepare import Prepared, adapt, load
+from peftkit.train.processes import gather
+from peftkit.train.report import write_report
 
 logger = logging.getLogger(__name__)
+
+SAMPLE_TOKENS = 48
+"""Most tokens of an answer that is recorded before and after training."""
 
 
 class OpenBar(Protocol):
@@ -48,6 +54,10 @@ class RunSummary:
     eval_loss: float | None
     """Mean loss per target token of the last evaluation; None without data.valid."""
     best_loss: float | None
+    metric: str
+    """What the best was chosen by."""
+    best_score: float | None
+    """Its value at the best, where that isn't the loss."""
     best_step: int | None
     trainable_parameters: int
     base_parameters: int
@@ -76,36 +86,132 @@ def train(
     process's random generators are seeded, and SIGINT is handled while it trains when called in the main thread.
     Raises InputError's family for bad input, RunError for what fails while running, Interrupted after Ctrl-C.
     """
-    out = Path(recipe.out).expanduser()
-    check(out, resume=resume, overwrite=overwrite)
+    (summary,) = train_runs(Runs((recipe,)), resume=resume, overwrite=overwrite, progress=progress)
+    return summary
+
+
+def train_runs(
+    runs: Runs, *, resume: bool = False, overwrite: bool = False, progress: OpenBar | None = None
+) -> list[RunSummary]:
+    """Trains each of `runs` as `train` does, on one base that is loaded once, and gives what came of them in order.
+
+    A turn ends as an interruption does, with a checkpoint, from which the run goes on at its next turn: the adapters
+    are those of runs apart, bit for bit on a CPU. What is wrong with any run's folder or data is found before the first
+    begins.
+    """
+    for recipe in runs.recipes:
+        check(_folder(recipe), resume=resume, overwrite=overwrite)
+    resident, rows = load(runs.recipes)
+    resident.accelerator.wait_for_everyone()  # no folder is claimed while another process looks into it
+    summaries: dict[int, RunSummary] = {}
+    first = True
+    while len(summaries) < len(runs.recipes):
+        for index, recipe in enumerate(runs.recipes):
+            if index in summaries:
+                continue
+            try:
+                prepared = adapt(resident, recipe, rows[index])
+                summary = _turn(
+                    prepared,
+                    runs.turn_steps,
+                    resume=resume or not first,
+                    overwrite=overwrite and first,
+                    progress=progress,
+                )
+            finally:
+                detach(resident.model)
+            if summary is not None:
+                summaries[index] = summary
+        first = False
+    return [summaries[index] for index in range(len(runs.recipes))]
+
+
+def _turn(
+    prepared: Prepared, steps: int | None, *, resume: bool, overwrite: bool, progress: OpenBar | None
+) -> RunSummary | None:
+    """Trains for so many steps, or to the end; then exports and says what came of it."""
+    recipe, is_main = prepared.recipe, prepared.accelerator.is_main_process
+    out = _folder(recipe)
     checkpoint = _checkpoint(out) if resume else None
-    prepared = prepare(recipe)
     record = prepared.record()
     trainer = Trainer(prepared, out, record)
     if checkpoint is not None:
         trainer.resume(checkpoint)
         logger.info("going on from step %d of %d", checkpoint.state.step, trainer.total_steps)
-    claim(out, overwrite=overwrite)  # not before all else is known to be right
+    else:
+        check_export(prepared)
+    before = _answers(prepared) if checkpoint is None else _answers_before(out)
+    prepared.accelerator.wait_for_everyone()
     facts = {**record, **base_record(prepared.model), "device": str(prepared.accelerator.device)}
-    write_json(out / RUN, {"status": "unfinished", **facts})
-    bar = _open(progress, trainer)
+    if is_main:
+        claim(out, overwrite=overwrite)  # not before all else is known to be right
+        write_json(out / RUN, {"status": "unfinished", **facts, "samples": _samples(prepared, before, None)})
+    bar = _open(progress, trainer) if is_main else _NoBar()
     try:
         state = trainer.state
-        with MetricsLog(out, tensorboard=recipe.log.tensorboard, step=state.step, evaluated=state.evaluated) as log:
-            trainer.run(log, bar)
+        curves = recipe.log.tensorboard and is_main
+        with MetricsLog(
+            out if is_main else None, tensorboard=curves, step=state.step, evaluated=state.evaluated
+        ) as log:
+            done = trainer.run(log, bar, steps=steps)
     finally:
         bar.close()
-    artifact = _export(prepared, trainer, out)
-    summary = _summarise(prepared, trainer, artifact)
-    write_json(out / RUN, {"status": "finished", **facts, "summary": {**asdict(summary), "out": str(out)}})
-    return summary
+    if not done:
+        return None
+    samples = _samples(prepared, before, _answers(prepared))
+    summary = None
+    if is_main:
+        summary = _summarise(prepared, trainer, _export(prepared, trainer, out))
+        content = {**facts, "samples": samples, "summary": {**asdict(summary), "out": str(out)}}
+        write_json(out / RUN, {"status": "finished", **content})
+        write_report([out], out / REPORT)
+    return gather(summary)[0]
+
+
+def check_export(prepared: Prepared) -> None:
+    """Writes the untrained adapter and reads it back, so that a long run can't fail at its end."""
+    with TemporaryDirectory() as folder:
+        written = save_adapter(prepared.model, Path(folder) / "adapter", **prepared.record())
+        read = read_adapter(written.path, base=prepared.base, config=prepared.model.config)
+        assert read.uid == written.uid, "an adapter is read as it was written"
+
+
+def _folder(recipe: Recipe) -> Path:
+    return Path(recipe.out).expanduser()
+
+
+def _answers(prepared: Prepared) -> list[str]:
+    """What the model answers now to the rows that are shown."""
+    limits = [SAMPLE_TOKENS] * len(prepared.shown)
+    return [answer.text for answer in generate_answers(prepared.model, prepared.tokenizer, prepared.shown, limits)]
+
+
+def _answers_before(out: Path) -> list[str]:
+    """What was answered before the first step of a run that goes on."""
+    try:
+        return [sample["before"] for sample in json.loads((out / RUN).read_bytes())["samples"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []  # only shown: a run goes on without
+
+
+def _samples(prepared: Prepared, before: Sequence[str], after: Sequence[str] | None) -> list[dict[str, Any]]:
+    return [
+        {
+            "where": example.where,
+            "prompt": str(prepared.tokenizer.decode(list(example.prompt_ids))),
+            "reference": example.reference,
+            "before": before[index] if index < len(before) else None,
+            "after": after[index] if after else None,
+        }
+        for index, example in enumerate(prepared.shown)
+    ]
 
 
 def _checkpoint(out: Path) -> Checkpoint | None:
     """The checkpoint to resume from; None where a run was stopped before its first."""
     checkpoint = latest_checkpoint(out / STATE)
     if checkpoint is None:
-        if (out / CONFIG_FILE).exists():
+        if (out / CONFIG_FILE).exists() or (out / RECORD_FILE).exists():
             raise InputError(
                 f"--resume: {out} holds an adapter but no checkpoint: --overwrite trains anew", field="out"
             )
@@ -137,12 +243,12 @@ def _export(prepared: Prepared, trainer: Trainer, out: Path) -> Artifact:
     if trainer.state.best_step is None:
         return save_adapter(prepared.model, out, **last)
     best = read_adapter(out / BEST)
-    return write_adapter(out, best.config, best.tensors, _without_own(best.record))
+    return write_parts(out, [(part.config, part.tensors) for part in best.parts], _without_own(best.record))
 
 
 def _without_own(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record without the fields that the writer fills in."""
-    return {key: value for key, value in record.items() if key not in ("uid", "format")}
+    return {key: value for key, value in record.items() if key not in ("uid", "format", "parts")}
 
 
 def _summarise(prepared: Prepared, trainer: Trainer, artifact: Artifact) -> RunSummary:
@@ -158,6 +264,8 @@ def _summarise(prepared: Prepared, trainer: Trainer, artifact: Artifact) -> RunS
         train_loss=state.loss,
         eval_loss=state.eval_loss,
         best_loss=state.best_loss,
+        metric=prepared.recipe.eval.metric,
+        best_score=state.best_score,
         best_step=state.best_step,
         trainable_parameters=num_trainable(prepared.model),
         base_parameters=num_base(prepared.model),
@@ -169,13 +277,3 @@ def _summarise(prepared: Prepared, trainer: Trainer, artifact: Artifact) -> RunS
         padding=1 - state.tokens / state.positions if state.positions else 0.0,
         peak_memory_bytes=peak_memory(prepared.accelerator.device),
     )
-
-
-def peak_memory(device: torch.device) -> int:
-    """Most bytes in use so far: allocated on the GPU, or resident of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    import resource  # not on Windows, where only a GPU's peak is known
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

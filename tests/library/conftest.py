@@ -42,7 +42,7 @@ def make_recipe(tiny_base: Path, tmp_path: Path, own_cache: None) -> Callable[..
             "data": {"train": str(train), "max_length": 128},
             "optim": {"lr": 5e-3},
             "train": {"max_steps": 6, "batch_size": 4},
-            "log": {"every": 1, "tensorboard": False},
+            "log": {"every": 1, "tensorboard": False, "samples": 0},
             "out": str(tmp_path / "run"),
         }
         for name, section in sections.items():

@@ -361,7 +361,7 @@ def test_progress_shows_loss_learning_rate_and_tokens_per_second_at_each_step(ma
     (bar,) = bars
     assert bar.total == 6 and bar.closed
     assert len(bar.updates) == 6
-    assert all(set(figures) == {"loss", "lr", "tokens_per_s"} for figures in bar.updates)
+    assert all(set(figures) == {"loss", "lr", "tokens_per_s", "memory_gb"} for figures in bar.updates)
 
 
 def test_a_folder_that_holds_a_run_is_refused_and_replaced_when_told_so(make_recipe: MakeRecipe) -> None:

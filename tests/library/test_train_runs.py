@@ -1,0 +1,145 @@
+"""Several runs on one resident base, and several processes of one run."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import peftkit.train.prepare
+from peftkit.base import load_base
+from peftkit.data import collate
+from peftkit.errors import InputError
+from peftkit.methods import attached
+from peftkit.recipe import Recipe, Runs
+from peftkit.train import train, train_runs
+from peftkit.train.processes import share
+
+MakeRecipe = Callable[..., Recipe]
+
+METHODS: list[Any] = [
+    {"kind": "lora", "r": 4, "alpha": 8.0, "dropout": 0.2},
+    {"kind": "prefix", "num_virtual_tokens": 3},
+    [{"kind": "lora", "r": 2, "init": "pissa"}, {"kind": "prompt", "num_virtual_tokens": 2}],
+]
+
+
+def recipes(make: MakeRecipe, folder: Path, **sections: Any) -> list[Recipe]:
+    """A run of each method, each with a seed of its own, the second with gradient checkpointing."""
+    made = []
+    for index, method in enumerate(METHODS):
+        train = {"seed": index, "gradient_checkpointing": index == 1, **sections.get("train", {})}
+        recipe = make(**{**sections, "train": train}, out=str(folder / str(index)))
+        made.append(Recipe.model_validate({**recipe.model_dump(), "method": method}))
+    return made
+
+
+def weights(out: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(out)): file.read_bytes() for file in sorted(out.rglob("adapter_model.safetensors"))}
+
+
+def losses(out: Path) -> list[float]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["event"] == "train"]
+
+
+@pytest.mark.parametrize("turn_steps", [None, 2, 5])
+def test_runs_on_one_base_give_the_bits_of_runs_apart(
+    make_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turn_steps: int | None
+) -> None:
+    apart = [train(recipe) for recipe in recipes(make_recipe, tmp_path / "apart")]
+    loaded: list[str] = []
+    monkeypatch.setattr(
+        peftkit.train.prepare, "load_base", lambda *args, **kwargs: loaded.append("") or load_base(*args, **kwargs)
+    )
+    together = train_runs(Runs(tuple(recipes(make_recipe, tmp_path / "together")), turn_steps))
+    assert len(loaded) == 1
+    for one, other in zip(apart, together, strict=True):
+        assert weights(one.out) == weights(other.out) and weights(one.out)
+        assert losses(one.out) == losses(other.out)
+        assert (one.uid, one.steps, one.train_loss) == (other.uid, other.steps, other.train_loss)
+
+
+def test_a_fault_of_the_last_run_is_found_before_the_first_begins(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    first, second, _ = recipes(make_recipe, tmp_path)
+    bad = second.model_copy(update={"data": second.data.model_copy(update={"train": str(tmp_path / "no.jsonl")})})
+    with pytest.raises(InputError, match=r"no\.jsonl"):
+        train_runs(Runs((first, bad)))
+    assert not Path(first.out).exists()
+
+
+@pytest.mark.parametrize(("sizes", "count"), [([5], 2), ([1], 2), ([3, 1], 4), ([2, 2, 2], 2), ([4], 3)])
+def test_shares_of_processes_are_all_rows_once(make_recipe: MakeRecipe, sizes: list[int], count: int) -> None:
+    prepared = peftkit.train.prepare.prepare(make_recipe())
+    samples = list(prepared.train.samples)  # type: ignore[union-attr]
+    batches = [collate([samples.pop() for _ in range(size)]) for size in sizes]
+    shares = [share(batches, index, count) for index in range(count)]
+    found = [row for own in shares for batch in own for row in batch.input_ids_BT.tolist()]
+    wanted = [row for batch in batches for row in batch.input_ids_BT.tolist()]
+    assert sorted(found) == sorted(wanted)
+    for figure in ("num_tokens", "num_target_tokens"):
+        assert sum(getattr(b, figure) for own in shares for b in own) == sum(getattr(b, figure) for b in batches)
+    assert attached(prepared.model)
+
+
+def test_two_processes_train_as_one(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    valid = tmp_path / "valid.jsonl"
+    rows = [{"prompt": "ab" * n, "completion": " " + "b" * n} for n in range(1, 6)]
+    valid.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    method = {"kind": "lora", "r": 4, "targets": ["q_proj"], "modules_to_save": ["layers.1.mlp.up_proj"]}
+
+    def recipe(name: str) -> Recipe:
+        made = make_recipe(
+            data={"valid": str(valid), "packing": False},
+            train={"max_steps": 4, "batch_size": 5, "gradient_checkpointing": True},  # an odd batch, split by rows
+            optim={"lr": 1e-3},
+            out=str(tmp_path / name),
+        )
+        return Recipe.model_validate({**made.model_dump(), "method": method})
+
+    one = train(recipe("one"))
+    path = tmp_path / "two.yaml"
+    path.write_text(json.dumps(recipe("two").model_dump(mode="json")))
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    ended = subprocess.run(
+        [
+            *launch,
+            "--num_machines",
+            "1",
+            "--main_process_port",
+            "0",
+            "-m",
+            "peftkit.cli.main",
+            "train",
+            str(path),
+            "--json",
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr
+    two = json.loads(ended.stdout)  # one object: one process prints
+    assert two["steps"] == one.steps == 4
+    assert two["tokens"] == one.tokens
+    assert losses(tmp_path / "two") == pytest.approx(losses(one.out), rel=1e-5)
+    assert two["eval_loss"] == pytest.approx(one.eval_loss, rel=1e-5)
+    a, b = (load_file(out / "last" / "adapter_model.safetensors") for out in (one.out, tmp_path / "two"))
+    norm = torch.cat([tensor.flatten() for tensor in a.values()]).norm()
+    assert torch.cat([(a[name] - b[name]).flatten() for name in a]).norm() <= 1e-4 * norm
+    norms = [
+        [
+            line["grad_norm"]
+            for line in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+            if line["event"] == "train"
+        ]
+        for out in (one.out, tmp_path / "two")
+    ]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
