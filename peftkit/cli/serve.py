@@ -1,6 +1,5 @@
 """`peftkit serve`: one base and its adapters over HTTP, until SIGTERM or Ctrl-C."""
 
-import logging
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -15,9 +14,7 @@ if TYPE_CHECKING:
     from peftkit.base import BaseInfo
     from peftkit_serve import Engine
 
-logger = logging.getLogger(__name__)
-
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,128}")
 
 
 def command(
@@ -37,24 +34,50 @@ def command(
     no_auth: Annotated[
         bool, typer.Option("--no-auth", help="Answer everyone who reaches an address that is not loopback.")
     ] = False,
+    db: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Database of tenants, keys and adapters: sqlite:/// or postgresql://."),
+    ] = None,
+    store: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where adapters that come over HTTP, and the database, are kept.")
+    ] = None,
+    root: Annotated[
+        list[Path] | None, typer.Option(metavar="DIR", help="A folder whose adapters may be registered by path.")
+    ] = None,
 ) -> None:
     """Serve one base and its adapters with the OpenAI API. Prints one line when it is ready to answer."""
     named = [_named(spec) for spec in adapter or []]
-    folders = [] if adapters is None else _adapter_folders(adapters)
+    watched = None if adapters is None else _watched(adapters)
 
     from peftkit_serve import AsyncEngine, Engine
-    from peftkit_serve.http import bind, create_app, serve, url_of, write_json_lines
+    from peftkit_serve.http import Settings, bind, create_app, is_loopback, serve, url_of, write_json_lines
+    from peftkit_serve.http.access import Caller
+    from peftkit_serve.tenants.places import database_of, has_tenants, store_of
 
-    with bind(host, port, any_client=no_auth) as listener:
+    database = database_of(db, store)
+    with bind(host, port, any_client=no_auth or has_tenants(database)) as listener:
         engine = Engine(base, quant=quant, deterministic=deterministic)
         served_name = name_of(engine.base)
         _add_named(engine, served_name, named)
-        _add_found(engine, served_name, folders)
-        app = create_app(AsyncEngine(engine), served_name=served_name)
-        models, url = [served_name, *sorted(engine.adapters.names())], url_of(listener)
-        line = f"peftkit serves {', '.join(models)} at {url} (Ctrl-C stops it)"
+        local = is_loopback(listener)
+        settings = Settings(
+            store=store_of(store),
+            database=database,
+            adapter_roots=tuple(root or ()) + (() if watched is None else (watched,)),
+            watched=watched,
+            open_admin=local,
+            require_key=not local and not no_auth,
+        )
+        app = create_app(AsyncEngine(engine), served_name=served_name, settings=settings)
+        url = url_of(listener)
         write_json_lines()
-        serve(app, listener, lambda: output.emit({"url": url, "models": models}, line))
+
+        def ready() -> None:
+            models = app.state.service.names(Caller())
+            line = f"peftkit serves {', '.join(models)} at {url} (Ctrl-C stops it)"
+            output.emit({"url": url, "models": models}, line)
+
+        serve(app, listener, ready)
 
 
 def name_of(base: "BaseInfo") -> str:
@@ -75,12 +98,12 @@ def _named(spec: str) -> tuple[str, Path]:
     return name, resources.find(path)
 
 
-def _adapter_folders(parent: Path) -> list[Path]:
-    """The sub-folders that hold an adapter."""
+def _watched(parent: Path) -> Path:
+    """The folder of adapters as it will be watched."""
     found = resources.find(parent)
     if not found.is_dir():
         raise InputError(f"--adapters {parent}: no such folder", field="adapters")
-    return [child for child in sorted(found.iterdir()) if (child / "adapter_config.json").is_file()]
+    return found
 
 
 def _add_named(engine: "Engine", served_name: str, adapters: list[tuple[str, Path]]) -> None:
@@ -90,15 +113,6 @@ def _add_named(engine: "Engine", served_name: str, adapters: list[tuple[str, Pat
             _add(engine, served_name, name, path)
         except InputError as error:
             raise InputError(f"--adapter {name}={path}: {error}", field="adapter") from error
-
-
-def _add_found(engine: "Engine", served_name: str, folders: list[Path]) -> None:
-    """Adds the adapters that were found; a bad one is refused in the log, by name."""
-    for folder in folders:
-        try:
-            _add(engine, served_name, folder.name, folder)
-        except InputError as error:
-            logger.warning("adapter '%s' is refused: %s", folder.name, error)
 
 
 def _add(engine: "Engine", served_name: str, name: str, path: Path) -> None:

@@ -15,7 +15,7 @@ import threading
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,8 +57,25 @@ class _Stream:
     """Where the engine thread puts one request's outputs."""
 
     loop: asyncio.AbstractEventLoop
-    outputs: asyncio.Queue[RequestOutput]
     last: RequestOutput
+    pending: RequestOutput | None = None
+    """What its reader has not taken. A reader that is slow finds one output with all that is new, not a row of them."""
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def put(self, output: RequestOutput) -> None:
+        """On the reader's loop."""
+        if self.pending is not None:
+            output = replace(output, delta=self.pending.delta + output.delta)
+        self.pending = output
+        self.arrived.set()
+
+    async def get(self) -> RequestOutput:
+        """The next output."""
+        await self.arrived.wait()
+        self.arrived.clear()
+        output, self.pending = self.pending, None
+        assert output is not None
+        return output
 
 
 class AsyncEngine:
@@ -100,17 +117,26 @@ class AsyncEngine:
         when the engine is not running.
         """
         nothing = RequestOutput(request.request_id, "", "", (), 0)
-        stream = _Stream(asyncio.get_running_loop(), asyncio.Queue(), nothing)
+        stream = _Stream(asyncio.get_running_loop(), nothing)
         ended = False
         try:
             await self._call(lambda: self._begin(request, stream))
             while not ended:
-                output = await stream.outputs.get()
+                output = await stream.get()
                 ended = output.finish_reason is not None
                 yield output
         finally:
             if not ended:
                 self._post(_Command(lambda: self._abandon(request.request_id, stream), Future()))
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request between two steps: the last output of its stream has the finish_reason "abort"."""
+
+        def abort() -> None:
+            if output := self.engine.abort(request_id):
+                self._deliver([output])
+
+        self._post(_Command(abort, Future()))
 
     async def add_adapter(self, name: str, path: str | Path) -> AdapterEntry:
         """`engine.adapters.add`; its folder is read while the engine goes on stepping."""
@@ -240,4 +266,4 @@ class AsyncEngine:
 
 def _put_all(batch: list[tuple[_Stream, RequestOutput]]) -> None:
     for stream, output in batch:
-        stream.outputs.put_nowait(output)
+        stream.put(output)

@@ -149,6 +149,10 @@ class Engine:
         """
         return self._room(0 if adapter is None else self.adapters.find(adapter).num_virtual)
 
+    def room_behind(self, num_virtual: int) -> int:
+        """The same for an adapter of so many virtual tokens, which need not be loaded."""
+        return self._room(num_virtual)
+
     def add_request(self, request: Request) -> str:
         """Queues a request and returns its id. `max_tokens` is cut to what the context leaves.
 

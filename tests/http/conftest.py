@@ -22,6 +22,7 @@ from peftkit.methods import LoraConfig, PromptTuningConfig
 from peftkit_serve import AsyncEngine, Engine
 from peftkit_serve.http import bind, create_app, url_of
 from peftkit_serve.http.service import Service
+from peftkit_serve.http.settings import Settings
 
 CONTEXT = 2048
 
@@ -150,7 +151,7 @@ class Served:
 @contextmanager
 def serving(engine: Engine, served_name: str = "tiny", **settings: Any) -> Iterator[Served]:
     """Serves an engine from a thread."""
-    app = create_app(AsyncEngine(engine), served_name=served_name, **settings)
+    app = create_app(AsyncEngine(engine), served_name=served_name, settings=Settings(**settings))
     listener = bind("127.0.0.1", 0, any_client=False)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=2))
     thread = threading.Thread(target=server.run, args=([listener],))

@@ -80,7 +80,7 @@ def test_others_answer_on_while_clients_go_away(client: openai.OpenAI, server: A
 def test_a_cancelled_request_is_counted_and_logged_as_one(server: Any, caplog: pytest.LogCaptureFixture) -> None:
     def cancelled() -> int:
         lines = httpx.get(f"{server.url}/metrics").text.splitlines()
-        name = 'peftkit_requests_total{adapter="soft",outcome="cancelled"}'
+        name = 'peftkit_requests_total{adapter="soft",outcome="cancelled",tenant=""}'
         return next((int(float(line.split()[-1])) for line in lines if line.startswith(name)), 0)
 
     before = cancelled()

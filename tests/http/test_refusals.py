@@ -29,13 +29,6 @@ _JSON = {"content-type": "application/json"}
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -0.5),
-        ("repetition_penalty", 1.2),
-        ("logit_bias", {"5": 1}),
-        ("logprobs", 0),
-        ("echo", True),
         ("best_of", 2),
         ("suffix", "end"),
     ],
@@ -48,11 +41,6 @@ def test_a_text_field_that_would_change_the_answer_is_refused_by_name(server: An
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 3),
-        ("logprobs", True),
-        ("top_logprobs", 2),
-        ("response_format", {"type": "json_object"}),
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "required"),
         ("tool_choice", {"type": "function", "function": {"name": "f"}}),
         ("functions", [{"name": "f"}]),
@@ -95,12 +83,53 @@ def test_a_chat_field_that_would_change_the_answer_is_refused_by_name(server: An
         ("ignore_eos", 1),
         ("stream_options", {"include_usage": True}),
         ("user", 7),
+        ("n", 0),
+        ("n", 129),
+        ("n", 1.5),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", -2.5),
+        ("repetition_penalty", 0),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"260": 1}),
+        ("logit_bias", [5]),
+        ("logprobs", 21),
+        ("priority", 10**6),
     ],
 )
 def test_a_value_out_of_range_or_of_the_wrong_type_is_refused_by_name(server: Any, field: str, value: object) -> None:
     for path, body in (("completions", TEXT), ("chat/completions", CHAT)):
         error = refused(server, path, {**body, field: value})
-        assert error["param"] == field and field in error["message"]
+        assert error["param"].partition(".")[0] == field and field in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("completions", {"max_tokens": 0}, "max_tokens"),
+        ("completions", {"prompt": ["a"] * 100, "n": 3}, "n"),
+        ("chat/completions", {"top_logprobs": 2}, "top_logprobs"),
+        ("chat/completions", {"logprobs": 2}, "logprobs"),
+        ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ("chat/completions", {"response_format": {"type": "xml"}}, "response_format.type"),
+        ("chat/completions", {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            "chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            "chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
+            "response_format",
+        ),
+        ("chat/completions", {"tools": [{"type": "function"}]}, "tools[0].function"),
+        ("chat/completions", {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ],
+)
+def test_fields_that_dont_go_together_are_refused_by_name(server: Any, path: str, fields: Any, param: str) -> None:
+    body = TEXT if path == "completions" else CHAT
+    assert refused(server, path, {**body, **fields})["param"] == param
 
 
 @pytest.mark.parametrize(
@@ -121,7 +150,8 @@ def test_a_prompt_that_is_none_is_refused(server: Any, prompt: object) -> None:
         ([{"role": "user", "content": None}], "messages[0].content"),
         ([{"role": "user", "content": "\ud800"}], "messages[0].content"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content"),
-        ([{"role": "assistant", "content": "a", "tool_calls": [{"id": "x"}]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "content": "a", "tool_calls": [{"id": "x"}]}], "messages[0].tool_calls[0].function"),
+        ([{"role": "user", "content": "a", "tool_call_id": "x"}], "messages[0].tool_call_id"),
         ([{"role": "user", "content": "a", "contents": "b"}], "messages[0].contents"),
         ([{"role": "assistant", "content": "the template wants the user first"}], "messages"),
     ],
@@ -208,7 +238,21 @@ def test_a_misspelt_model_is_told_the_nearest_name(client: openai.OpenAI) -> Non
 def test_a_body_that_is_no_request_is_refused_and_not_quoted_at_length(server: Any, content: bytes) -> None:
     answer = httpx.post(f"{server.url}/v1/completions", content=content, headers=_JSON)
     assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["type"] == "invalid_request_error" and len(answer.text) < 1000
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error" and error["code"] and len(answer.text) < 1000
+
+
+@pytest.mark.parametrize(
+    ("content", "param"),
+    [
+        (b'{"model": "tiny", "prompt": "a", "prompt": "b"}', "prompt"),
+        (b'{"model": "tiny", "model": "red", "prompt": "b"}', "model"),
+        (b'{"model": "tiny", "prompt": "a", "logit_bias": {"5": 1, "5": 2}}', "5"),
+    ],
+)
+def test_a_key_that_is_given_twice_is_refused(server: Any, content: bytes, param: str) -> None:
+    error = httpx.post(f"{server.url}/v1/completions", content=content, headers=_JSON).json()["error"]
+    assert error["param"] == param and error["code"] == "duplicate_parameter"
 
 
 def test_a_body_without_a_json_content_type_is_refused_with_the_remedy(server: Any) -> None:

@@ -1,40 +1,71 @@
-"""The application: routes, the guard around them, and the engine's start and stop with the server's."""
+"""The application: state and routes, the guard around them, and the engine's start and stop with the server's."""
 
+import asyncio
+import hashlib
+import logging
+import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from importlib.metadata import version
+from pathlib import Path
 
 import anyio.to_thread
-from fastapi import FastAPI, Response
+from fastapi import Depends, FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from peftkit.base import BaseInfo
+from peftkit.errors import RunError
 from peftkit_serve.async_engine import AsyncEngine
-from peftkit_serve.http import errors
+from peftkit_serve.http import adapters, errors, openai, tenants
+from peftkit_serve.http.access import Access, bearer
+from peftkit_serve.http.answers import Status
 from peftkit_serve.http.guard import Guard
-from peftkit_serve.http.openai import create_router
-from peftkit_serve.http.schemas import Status
 from peftkit_serve.http.service import Service
+from peftkit_serve.http.settings import Settings
+from peftkit_serve.http.watch import Watcher
+from peftkit_serve.tenants.catalog import Catalog
+from peftkit_serve.tenants.content import Contents
+from peftkit_serve.tenants.database import Database
+from peftkit_serve.tenants.shelf import Shelf
 
-MAX_BODY_BYTES = 8 * 2**20
+logger = logging.getLogger(__name__)
 
 
-def create_app(async_engine: AsyncEngine, *, served_name: str, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+def create_app(async_engine: AsyncEngine, *, served_name: str, settings: Settings | None = None) -> FastAPI:
     """The HTTP service of an engine, which is started and stopped with the application.
 
     served_name: what `model` calls the base.
-    max_body_bytes: a request's body beyond this is refused with 413.
 
     `app.state.service` is the `Service`: setting its `draining` makes `/ready` and new requests answer 503.
+    Raises InputError for a database that can't be used.
     """
-    service = Service(async_engine, served_name)
+    settings = settings or Settings()
+    resources = ExitStack()
+    store = settings.store or Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="peftkit-serve-")))
+    base_id = scope_of(async_engine.engine.base, settings.watched)
+    database = Database(settings.database or f"sqlite:///{store / 'state.db'}", base_id)
+    resources.callback(database.close)
+    contents = Contents(store / "adapters" / base_id[:16], max_bytes=settings.max_upload_bytes)
+    shelf = Shelf(async_engine, contents.kept, max_bytes=settings.host_bytes)
+    reserved = {served_name, *async_engine.engine.adapters.names()}
+    catalog = Catalog(async_engine, database, contents, shelf, lambda: reserved)
+    service = Service(async_engine, served_name, catalog, settings)
+    access = Access(database, open_admin=settings.open_admin, require_key=settings.require_key)
+    watcher = None if settings.watched is None else Watcher(settings.watched, catalog)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async_engine.start()
+        if watcher is not None:
+            await watcher.look()
+        polling = asyncio.create_task(_poll(database, watcher, settings.poll_s))
         try:
             yield
         finally:
+            polling.cancel()
+            await asyncio.gather(polling, return_exceptions=True)
             await anyio.to_thread.run_sync(async_engine.stop)
+            resources.close()
 
     app = FastAPI(
         title="peftkit",
@@ -42,15 +73,43 @@ def create_app(async_engine: AsyncEngine, *, served_name: str, max_body_bytes: i
         summary="One frozen base and its adapters, with the OpenAI API",
         lifespan=lifespan,
     )
-    app.state.service = service
-    app.add_middleware(Guard, max_body_bytes=max_body_bytes, answers=service.metrics.http_answers)
-    errors.install(app)
-    app.include_router(create_router(service))
-    _add_operations(app, service)
+    app.state.service, app.state.database = service, database
+    app.add_middleware(
+        Guard,
+        max_body_bytes=settings.max_body_bytes,
+        max_upload_bytes=settings.max_upload_bytes,
+        answers=service.metrics.http_answers,
+    )
+    errors.install(app, service.metrics.refused)
+    app.include_router(openai.create_router(service, access))
+    app.include_router(adapters.create_router(service, access, database))
+    app.include_router(tenants.create_router(service, access, database))
+    _add_operations(app, service, access)
     return app
 
 
-def _add_operations(app: FastAPI, service: Service) -> None:
+def scope_of(base: BaseInfo, watched: Path | None) -> str:
+    """What tells the adapters of a base and of a watched folder from others in the same database.
+
+    It is the same for all precisions of a base's weights.
+    """
+    mark, folder = base.fingerprint, "" if watched is None else str(watched.resolve())
+    return hashlib.sha256("\0".join((mark.architecture, mark.config, mark.tokenizer, folder)).encode()).hexdigest()
+
+
+async def _poll(database: Database, watcher: Watcher | None, period_s: float) -> None:
+    """Sees what others have changed: in the database, and in the watched folder."""
+    while True:
+        await asyncio.sleep(period_s)
+        try:
+            await asyncio.to_thread(database.refresh)
+            if watcher is not None:
+                await watcher.look()
+        except RunError as error:  # what was read last stays true until it answers again
+            logger.warning("%s", error)
+
+
+def _add_operations(app: FastAPI, service: Service, access: Access) -> None:
     """The routes that machines ask every few seconds."""
 
     @app.get("/health", tags=["Operations"])
@@ -70,10 +129,12 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         "/metrics",
         tags=["Operations"],
         response_class=Response,
+        dependencies=[Depends(bearer), Depends(access.admin)],
         responses={
-            200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus' text format."}
+            200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus' text format."},
+            **openai.ERRORS,
         },
     )
     async def metrics() -> Response:
-        """Counts and times of this server."""
+        """Counts and times of this server. Needs the admin key, because it names tenants and adapters."""
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)

@@ -19,6 +19,9 @@ from peftkit_serve.http.sse import CLIENT_GONE
 logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+UPLOAD_PATH = "/v1/adapters"
+_FORM_BYTES = 2**16
+"""What a form may have beside its files."""
 _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """Asked for every few seconds by machines: logged at debug level."""
 
@@ -33,13 +36,15 @@ class Guard:
     """ASGI middleware. Routes find `request.state.request_id`, and add to `request.state.facts` what the log line and
     nobody else shall know of a request."""
 
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int, answers: Counter) -> None:
+    def __init__(self, app: ASGIApp, *, max_body_bytes: int, max_upload_bytes: int, answers: Counter) -> None:
         """
         max_body_bytes: a longer body is refused with 413.
+        max_upload_bytes: the same for the route that takes adapters' files.
         answers: counts answers by route, as the OpenAPI page has it, and status.
         """
         self._app = app
         self._max_body_bytes = max_body_bytes
+        self._max_upload_bytes = max(max_body_bytes, max_upload_bytes + _FORM_BYTES)
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,7 +65,7 @@ class Guard:
             await send(message)
 
         try:
-            await self._app(scope, self._bounded(receive, headers), send_with_id)
+            await self._app(scope, self._bounded(receive, headers, self._limit(scope)), send_with_id)
         except Exception as error:
             answer = report(error, request_id)
             if not status:  # else the answer has begun, and the server closes the connection on its missing end
@@ -72,24 +77,27 @@ class Guard:
             line |= {"ms": round(1000 * (time.monotonic() - start), 1), **facts}
             logger.log(logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO, line)
 
-    def _bounded(self, receive: Receive, headers: dict[bytes, bytes]) -> Receive:
+    def _limit(self, scope: Scope) -> int:
+        return self._max_upload_bytes if scope["path"] == UPLOAD_PATH else self._max_body_bytes
+
+    def _bounded(self, receive: Receive, headers: dict[bytes, bytes], limit: int) -> Receive:
         """`receive` that refuses a body beyond the limit, before reading it where its length is declared."""
         declared = headers.get(b"content-length", b"")
-        announced = declared.isdigit() and int(declared[:20]) > self._max_body_bytes
+        announced = declared.isdigit() and int(declared[:20]) > limit
         seen = 0
 
         async def bounded() -> Message:
             nonlocal seen
             if announced:
-                raise self._too_large()
+                raise _too_large(limit)
             message = await receive()
             seen += len(message.get("body", b""))
-            if seen > self._max_body_bytes:
-                raise self._too_large()
+            if seen > limit:
+                raise _too_large(limit)
             return message
 
         return bounded
 
-    def _too_large(self) -> ApiError:
-        message = f"the request's body is larger than {self._max_body_bytes} bytes"
-        return ApiError(413, message, code="request_too_large")
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the request's body is larger than {limit} bytes", code="request_too_large")

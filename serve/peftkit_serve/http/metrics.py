@@ -1,7 +1,7 @@
 """What Prometheus reads at `/metrics`: counts and times of this server's requests, and the engine's own counts.
 
-Names of adapters are labels, so their number is bounded: the first `MAX_ADAPTER_LABELS` that are asked for have series
-of their own, later ones share the label "other".
+Names of adapters and tenants are labels, so their number is bounded: the first `MAX_ADAPTER_LABELS` pairs that are
+asked for have series of their own, later ones share the label "other".
 """
 
 import time
@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from peftkit.errors import InputError
 from peftkit_serve.async_engine import AsyncEngine
 from peftkit_serve.request import RequestOutput
+from peftkit_serve.tenants.catalog import Catalog
 
 MAX_ADAPTER_LABELS = 100
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -40,13 +41,15 @@ _COUNTERS = {
 class Metrics:
     """One server's metrics, in a registry of their own."""
 
-    def __init__(self, engine: AsyncEngine, served_name: str) -> None:
+    def __init__(self, engine: AsyncEngine, served_name: str, catalog: Catalog) -> None:
         self._registry = CollectorRegistry()
-        self._served_name = served_name
-        self._labels = {served_name}
-        self.requests = self._counter("requests", "Generation requests that ended, by how.", "adapter", "outcome")
-        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.", "adapter")
-        self.generated_tokens = self._counter("generation_tokens", "Generated tokens.", "adapter")
+        self._labels = {("", served_name)}
+        self.requests = self._counter(
+            "requests", "Generation requests that ended, by how.", "tenant", "adapter", "outcome"
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.", "tenant", "adapter")
+        self.generated_tokens = self._counter("generation_tokens", "Generated tokens.", "tenant", "adapter")
+        self.refusals = self._counter("refusals", "Requests that must come later, by why.", "tenant", "code")
         self.first_token = self._histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token."
         )
@@ -54,21 +57,25 @@ class Metrics:
             "time_between_tokens_seconds", "Between one token of a request and the next."
         )
         self.http_answers = self._counter("http_answers", "HTTP answers.", "route", "status")
-        self._registry.register(_EngineCollector(engine))
+        self._registry.register(_EngineCollector(engine, catalog))
 
     def render(self) -> bytes:
         """Everything in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def track(self, adapter: str | None) -> "Track":
-        """Follows one generation request as a context manager; None is the bare base."""
-        return Track(self, self._label(self._served_name if adapter is None else adapter))
+    def track(self, tenant: str, adapter: str) -> "Track":
+        """Follows one generation request as a context manager; the base goes by its own name."""
+        return Track(self, *self._pair(tenant, adapter))
 
-    def _label(self, name: str) -> str:
-        if name not in self._labels and len(self._labels) > MAX_ADAPTER_LABELS:
-            return "other"
-        self._labels.add(name)
-        return name
+    def refused(self, tenant: str, code: str) -> None:
+        """Counts a request that was refused over a limit."""
+        self.refusals.labels(self._pair(tenant, "")[0], code).inc()
+
+    def _pair(self, tenant: str, adapter: str) -> tuple[str, str]:
+        if (tenant, adapter) not in self._labels and len(self._labels) > MAX_ADAPTER_LABELS:
+            return ("other", "other")
+        self._labels.add((tenant, adapter))
+        return (tenant, adapter)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"peftkit_{name}", text, labels, registry=self._registry)
@@ -80,9 +87,9 @@ class Metrics:
 class Track:
     """One generation request from its arrival to its end; one that ends without its last output was cancelled."""
 
-    def __init__(self, metrics: Metrics, label: str) -> None:
+    def __init__(self, metrics: Metrics, tenant: str, adapter: str) -> None:
         self._metrics = metrics
-        self._label = label
+        self._labels = (tenant, adapter)
         self._last_time = time.monotonic()
         self.outcome = "cancelled"
         self.num_prompt_tokens = 0
@@ -92,11 +99,10 @@ class Track:
         """Books one output."""
         now = time.monotonic()
         num_new = len(output.token_ids) - self.num_tokens
-        if num_new and not self.num_tokens:
-            self._metrics.first_token.observe(now - self._last_time)
-        else:
-            for _ in range(num_new):
-                self._metrics.between_tokens.observe((now - self._last_time) / num_new)
+        # tokens that come together, because the loop was busy, have come evenly
+        share = (now - self._last_time) / max(num_new, 1)
+        for number in range(self.num_tokens, self.num_tokens + num_new):
+            (self._metrics.between_tokens if number else self._metrics.first_token).observe(share)
         if num_new:
             self._last_time = now
         self.num_tokens += num_new
@@ -109,16 +115,16 @@ class Track:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and issubclass(kind, Exception):
             self.outcome = "error"
-        self._metrics.requests.labels(self._label, self.outcome).inc()
-        self._metrics.prompt_tokens.labels(self._label).inc(self.num_prompt_tokens)
-        self._metrics.generated_tokens.labels(self._label).inc(self.num_tokens)
+        self._metrics.requests.labels(*self._labels, self.outcome).inc()
+        self._metrics.prompt_tokens.labels(*self._labels).inc(self.num_prompt_tokens)
+        self._metrics.generated_tokens.labels(*self._labels).inc(self.num_tokens)
 
 
 class _EngineCollector(Collector):
     """The engine's own counts, asked for when Prometheus asks."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: AsyncEngine, catalog: Catalog) -> None:
+        self._engine, self._catalog = engine, catalog
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats()
@@ -132,9 +138,17 @@ class _EngineCollector(Collector):
             "Adapters of running and waiting requests, for routers that know vLLM; the value is the time.",
             labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
         )
+        shelf = self._catalog.shelf
+        for name, text, value in (
+            ("adapter_loads", "Adapters read from disk into host memory.", shelf.num_loads),
+            ("adapter_load_seconds", "Time that these loads took together.", shelf.load_seconds),
+            ("adapter_evictions", "Adapters put away from host memory.", shelf.num_evictions),
+        ):
+            yield CounterMetricFamily(f"peftkit_{name}", text, value=value)
+        yield GaugeMetricFamily("peftkit_adapters_loaded", "Adapters in host memory.", value=shelf.num_loaded)
         names = self._names_by_uid({*stats["running_adapters"], *stats["waiting_adapters"]})
         running, waiting = (
-            ",".join(sorted(name for uid in uids for name in names.get(uid, ())))
+            ",".join(sorted({name for uid in uids for name in names.get(uid, ())}))
             for uids in (stats["running_adapters"], stats["waiting_adapters"])
         )
         routers.add_metric([str(stats["adapter_slots"]), running, waiting], time.time())
@@ -150,5 +164,5 @@ class _EngineCollector(Collector):
             except InputError:  # removed since it was listed
                 continue
             if uid in uids:
-                names.setdefault(uid, []).append(name)
+                names.setdefault(uid, []).extend(self._catalog.names_of(name))
         return names

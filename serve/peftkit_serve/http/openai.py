@@ -2,37 +2,27 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from peftkit_serve.http.errors import ApiError
+from peftkit.errors import InputError
+from peftkit_serve.http.access import Access, Caller, bearer
+from peftkit_serve.http.answers import ChatCompletion, Completion, ErrorBody, ModelCard, ModelList
+from peftkit_serve.http.body import StrictRoute
+from peftkit_serve.http.errors import ApiError, from_input
+from peftkit_serve.http.forms import ChatForm, Form, TextForm
 from peftkit_serve.http.guard import report
-from peftkit_serve.http.schemas import (
-    ChatAnswer,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatDelta,
-    ChatRequest,
-    Completion,
-    CompletionChoice,
-    CompletionRequest,
-    ErrorBody,
-    ModelCard,
-    ModelList,
-    Sampling,
-    Usage,
-)
-from peftkit_serve.http.service import Service
-from peftkit_serve.http.sse import CLIENT_GONE, DONE, EventStream, event, merge, while_connected
-from peftkit_serve.request import RequestOutput
+from peftkit_serve.http.schemas import ChatRequest, CompletionRequest, Sampling
+from peftkit_serve.http.service import Asked, Model, Service
+from peftkit_serve.http.sse import CLIENT_GONE, DONE, EventStream, event, while_connected
+from peftkit_serve.request import RequestOutput, SamplingParams
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody, "description": "The request can't be answered as it is; `param` names the field."},
@@ -45,147 +35,111 @@ _EVENTS: dict[int | str, dict[str, Any]] = {
     }
 }
 
-Streams = Sequence[AsyncGenerator[RequestOutput, None]]
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 
 
-class Form(Protocol):
-    """How one of the two routes words an answer. `head` is what its bodies begin with: id, created, model."""
-
-    def whole(self, head: dict[str, Any], outputs: Sequence[RequestOutput]) -> BaseModel:
-        """The body of an answer that isn't streamed, from each choice's last output."""
-        ...
-
-    def chunk(self, head: dict[str, Any], index: int, output: RequestOutput, *, first: bool) -> BaseModel:
-        """The next piece of a choice."""
-        ...
-
-    def usage(self, head: dict[str, Any], usage: Usage) -> BaseModel:
-        """The chunk that ends a stream when the client asked for token counts."""
-        ...
-
-
-class TextForm:
-    """`/v1/completions`."""
-
-    def whole(self, head: dict[str, Any], outputs: Sequence[RequestOutput]) -> Completion:
-        choices = [
-            CompletionChoice(index=i, text=output.text, finish_reason=output.finish_reason)
-            for i, output in enumerate(outputs)
-        ]
-        return Completion(**head, choices=choices, usage=count_tokens(outputs))
-
-    def chunk(self, head: dict[str, Any], index: int, output: RequestOutput, *, first: bool) -> Completion:
-        choice = CompletionChoice(index=index, text=output.delta, finish_reason=output.finish_reason)
-        return Completion(**head, choices=[choice])
-
-    def usage(self, head: dict[str, Any], usage: Usage) -> Completion:
-        return Completion(**head, choices=[], usage=usage)
-
-
-class ChatForm:
-    """`/v1/chat/completions`."""
-
-    def whole(self, head: dict[str, Any], outputs: Sequence[RequestOutput]) -> ChatCompletion:
-        choices = [
-            ChatChoice(index=i, message=ChatAnswer(content=output.text), finish_reason=output.finish_reason)
-            for i, output in enumerate(outputs)
-        ]
-        return ChatCompletion(**head, choices=choices, usage=count_tokens(outputs))
-
-    def chunk(self, head: dict[str, Any], index: int, output: RequestOutput, *, first: bool) -> ChatChunk:
-        delta = ChatDelta(role="assistant" if first else None, content=output.delta if first or output.delta else None)
-        return ChatChunk(
-            **head, choices=[ChatChunkChoice(index=index, delta=delta, finish_reason=output.finish_reason)]
-        )
-
-    def usage(self, head: dict[str, Any], usage: Usage) -> ChatChunk:
-        return ChatChunk(**head, choices=[], usage=usage)
-
-
-def count_tokens(outputs: Sequence[RequestOutput]) -> Usage:
-    """Token counts of a request, from each choice's last output."""
-    prompt = sum(output.num_prompt_tokens for output in outputs)
-    generated = sum(len(output.token_ids) for output in outputs)
-    return Usage(prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated)
-
-
-def create_router(service: Service) -> APIRouter:
+def create_router(service: Service, access: Access) -> APIRouter:
     """The routes under `/v1`, answered by `service`."""
-    router = APIRouter(prefix="/v1", tags=["OpenAI"], responses=ERRORS)
+    router = APIRouter(
+        prefix="/v1", tags=["OpenAI"], responses=ERRORS, route_class=StrictRoute, dependencies=[Depends(bearer)]
+    )
 
     @router.post("/chat/completions", response_model=ChatCompletion, responses=_EVENTS)
-    async def chat_completions(body: ChatRequest, request: Request) -> BaseModel | Response:
+    async def chat_completions(
+        body: ChatRequest, request: Request, caller: Caller = Depends(access.caller)
+    ) -> BaseModel | Response:
         """The assistant's next message, worded by the adapter's own chat template, else the base's."""
-        model = service.model(body.model)
-        prompt = await service.chat_prompt(model, [message.for_template() for message in body.messages])
-        params = body.sampling_params(max_tokens=model.room, room=model.room - len(prompt))
-        streams = [service.generate(model, prompt, params, request.state.facts)]
-        return await _answer(request, body, streams, ChatForm(), "chatcmpl")
+        model = service.model(caller, body.model)
+        messages = [message.for_template() for message in body.messages]
+        prompt = await service.chat_prompt(model, messages, body.shown_tools())
+        params = _params(body, model, prompt, max_tokens=model.room)
+        await service.check_schema(params.json_schema)
+        asked = [Asked(prompt, _nth(params, i)) for i in range(body.num_choices)]
+        outputs = service.answers(caller, model, asked, body.priority or 0, request.state.facts)
+        return await _answer(request, body, outputs, ChatForm(body, service.text_of), "chatcmpl")
 
     @router.post("/completions", response_model=Completion, responses=_EVENTS)
-    async def completions(body: CompletionRequest, request: Request) -> BaseModel | Response:
-        """The continuation of each prompt, one choice a prompt."""
-        model = service.model(body.model)
-        prompts = [await service.text_prompt(model, prompt) for prompt in body.prompts()]
-        streams = [
-            service.generate(
-                model, prompt, body.sampling_params(max_tokens=16, room=model.room - len(prompt)), request.state.facts
-            )
-            for prompt in prompts
-        ]
-        return await _answer(request, body, streams, TextForm(), "cmpl")
+    async def completions(
+        body: CompletionRequest, request: Request, caller: Caller = Depends(access.caller)
+    ) -> BaseModel | Response:
+        """The continuation of each prompt, `n` choices a prompt."""
+        model = service.model(caller, body.model)
+        prompts: list[tuple[str, list[int]]] = []
+        asked: list[Asked] = []
+        for given in body.prompts():
+            token_ids = await service.text_prompt(model, given)
+            text = given if isinstance(given, str) else service.text_of_all(token_ids) if body.echo else ""
+            prompts.append((text, token_ids))
+            params = _params(body, model, token_ids, max_tokens=16)
+            asked += [Asked(token_ids, _nth(params, i)) for i in range(body.num_choices)]
+        outputs = service.answers(caller, model, asked, body.priority or 0, request.state.facts)
+        return await _answer(request, body, outputs, TextForm(body, prompts, service.text_of), "cmpl")
 
     @router.get("/models")
-    async def models() -> ModelList:
-        """The base, then its adapters."""
-        return ModelList(data=service.cards())
+    async def models(caller: Caller = Depends(access.caller)) -> ModelList:
+        """The base, then the adapters that the caller can name."""
+        return ModelList(data=service.cards(caller))
 
     @router.get("/models/{model:path}")
-    async def model(model: str) -> ModelCard:
+    async def model(model: str, caller: Caller = Depends(access.caller)) -> ModelCard:
         """One name that `model` may have."""
-        return service.card(model)
+        return service.card(caller, model)
 
     return router
 
 
-async def _answer(request: Request, body: Sampling, streams: Streams, form: Form, prefix: str) -> BaseModel | Response:
+def _params(body: Sampling, model: Model, prompt: list[int], *, max_tokens: int) -> SamplingParams:
+    return body.sampling_params(max_tokens=max_tokens, room=model.room - len(prompt))
+
+
+def _nth(params: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of a prompt's i-th answer: with a seed each has its own."""
+    if params.seed is None or index == 0:
+        return params
+    return replace(params, seed=params.seed + index)
+
+
+async def _answer(request: Request, body: Sampling, outputs: Outputs, form: Form, prefix: str) -> BaseModel | Response:
     head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
     if body.stream:
-        return EventStream(_events(streams, form, head, body.include_usage, request.state.request_id))
+        return EventStream(_events(outputs, form, head, body.include_usage, request.state.request_id))
     try:
-        outputs = await while_connected(_last_outputs(streams), request.receive)
+        last = await while_connected(_last_outputs(outputs), request.receive)
     except ClientDisconnect:
         return Response(status_code=CLIENT_GONE)
-    return form.whole(head, outputs)
+    return form.whole(head, last)
 
 
-async def _last_outputs(streams: Streams) -> list[RequestOutput]:
+async def _last_outputs(outputs: Outputs) -> list[RequestOutput]:
     last: dict[int, RequestOutput] = {}
-    async with aclosing(merge(streams)) as merged:
-        async for index, output in merged:
+    async with aclosing(outputs):
+        async for index, output in outputs:
             last[index] = output
-    return [last[index] for index in range(len(streams))]
+    return [last[index] for index in sorted(last)]
 
 
 async def _events(
-    streams: Streams, form: Form, head: dict[str, Any], include_usage: bool, request_id: str
+    outputs: Outputs, form: Form, head: dict[str, Any], include_usage: bool, request_id: str
 ) -> AsyncGenerator[str, None]:
     """The events of a streamed answer. An error after the first one is an event too, the last before [DONE]."""
     last: dict[int, RequestOutput] = {}
+    sent: dict[int, RequestOutput] = {}
     unused = None if include_usage else {"usage"}
     try:
-        async with aclosing(merge(streams)) as merged:
-            async for index, output in merged:
-                first = index not in last
+        async with aclosing(outputs):
+            async for index, output in outputs:
                 last[index] = output
-                if first or output.delta or output.finish_reason:
-                    chunk = form.chunk(head, index, output, first=first)
+                if index not in sent or output.delta or output.finish_reason:
+                    chunk = form.chunk(head, index, output, sent.get(index))
+                    sent[index] = output
                     yield event(chunk.model_dump_json(exclude=unused))
         if include_usage:
-            yield event(form.usage(head, count_tokens(list(last.values()))).model_dump_json())
+            yield event(form.usage(head, [last[index] for index in sorted(last)]).model_dump_json())
     except Exception as error:
         if not last:
             raise
+        if isinstance(error, InputError):
+            error = from_input(error)
         answer = error if isinstance(error, ApiError) else report(error, request_id)
         yield event(answer.json())
     yield DONE

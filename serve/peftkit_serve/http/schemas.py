@@ -1,4 +1,4 @@
-"""The bodies of the OpenAI-compatible routes: what a client may send, and what it gets.
+"""The bodies of the OpenAI-compatible routes: what a client may send.
 
 Every field of OpenAI's two completion routes is named here. A field that would change the answer and can't be honoured
 is declared with `only(...)`, the values that leave the answer as it is: any other value is refused by name.
@@ -12,21 +12,22 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    SerializerFunctionWrapHandler,
     ValidationError,
     ValidationInfo,
     ValidatorFunctionWrapHandler,
     WrapValidator,
-    model_serializer,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from peftkit.errors import did_you_mean
-from peftkit_serve.request import FinishReason, SamplingParams
+from peftkit_serve.grammar import any_object
+from peftkit_serve.request import MAX_LOGPROBS, SamplingParams
 
 MAX_PROMPTS = 256
-"""Most prompts in one completions request."""
+"""Most prompts in one completions request, and most answers to all of them together."""
+MAX_N = 128
+"""Most answers to one prompt."""
 
 
 def only(*values: object) -> AfterValidator:
@@ -65,6 +66,12 @@ def _whole_characters(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_whole_characters)]
+TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+
+
+def _wrong(field: str, message: str) -> PydanticCustomError:
+    """What a validator of a whole body raises of one field."""
+    return PydanticCustomError("invalid_value", "{message}", {"message": message, "field": field})
 
 
 class Body(BaseModel):
@@ -75,10 +82,11 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known_fields(cls, data: Any) -> Any:
+        known = [field.alias or name for name, field in cls.model_fields.items()]
         for name in data if isinstance(data, dict) else ():
-            if name not in cls.model_fields:
+            if name not in known:
                 shown = str(name)[:64].encode(errors="backslashreplace").decode()
-                message = f"unknown field {shown!r}{did_you_mean(shown, cls.model_fields)}"
+                message = f"unknown field {shown!r}{did_you_mean(shown, known)}"
                 raise PydanticCustomError("unknown_parameter", "{message}", {"message": message, "field": shown})
         return data
 
@@ -120,12 +128,18 @@ class Sampling(Body):
     stream_options: StreamOptions | None = None
     """Only with `stream`."""
 
-    n: Annotated[int | None, only(1)] = 1
-    """Any value but the default would change the answer and is refused, as for the penalties and `logit_bias`."""
-    presence_penalty: Annotated[float | None, only(0)] = 0
-    frequency_penalty: Annotated[float | None, only(0)] = 0
-    repetition_penalty: Annotated[float | None, only(1)] = 1
-    logit_bias: Annotated[dict[str, Any] | None, only({})] = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = 1
+    """Answers to each prompt; with a seed, the i-th of them is that of seed + i."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0
+    """Makes tokens that were generated before less likely."""
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0
+    """Makes tokens less likely for each time that they were generated before."""
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = 1
+    """Above 1, makes tokens of the prompt and of the answer less likely, as transformers does it."""
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    """Token id → what is added to its logit."""
+    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = 0
+    """Among a tenant's own waiting requests the highest comes first."""
 
     user: str | None = None
     """Accepted without effect, as are the fields below."""
@@ -141,20 +155,24 @@ class Sampling(Body):
     @model_validator(mode="after")
     def _fields_that_go_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            message = "stream_options is only allowed when stream is true"
-            raise PydanticCustomError("invalid_value", "{message}", {"message": message, "field": "stream_options"})
+            raise _wrong("stream_options", "stream_options is only allowed when stream is true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            message = "max_tokens and max_completion_tokens differ: send one of them"
-            raise PydanticCustomError(
-                "invalid_value", "{message}", {"message": message, "field": "max_completion_tokens"}
-            )
+            raise _wrong("max_completion_tokens", "max_tokens and max_completion_tokens differ: send one of them")
         return self
 
     def sampling_params(self, *, max_tokens: int, room: int) -> SamplingParams:
         """What the engine is asked for: null is the default, `max_tokens` holds where the client gave no limit, and
         the context leaves `room` tokens. Raises InputError."""
-        asked = self.max_completion_tokens or self.max_tokens or max_tokens
+        asked = next((one for one in (self.max_completion_tokens, self.max_tokens) if one is not None), max_tokens)
+        bias = (
+            None if self.logit_bias is None else tuple((int(token), value) for token, value in self.logit_bias.items())
+        )
         given: dict[str, Any] = {
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": bias,
+            **self._reported(),
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": None if self.top_k is None else max(self.top_k, 0),
@@ -163,7 +181,16 @@ class Sampling(Body):
             "stop": None if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             "ignore_eos": self.ignore_eos,
         }
-        return SamplingParams(max_tokens=min(asked, room), **{k: v for k, v in given.items() if v is not None})
+        return SamplingParams(max_tokens=max(1, min(asked, room)), **{k: v for k, v in given.items() if v is not None})
+
+    @property
+    def num_choices(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
+
+    def _reported(self) -> dict[str, Any]:
+        """The route's own fields for the engine."""
+        return {}
 
     @property
     def include_usage(self) -> bool:
@@ -189,11 +216,29 @@ class CompletionRequest(Sampling):
     ]
     """Each prompt gets a choice with its index."""
 
-    best_of: Annotated[int | None, only(1)] = None
-    """A value that would change the answer is refused, as for the fields below."""
-    echo: Annotated[bool | None, only(False)] = False
-    logprobs: Annotated[int | None, only()] = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Most tokens to generate, 16 where it is left out; 0 only with `echo`."""
+    echo: bool | None = False
+    """Begin each choice's text with its prompt."""
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Report each token's log-probability, with `echo` the prompt's too, and this many likeliest ones beside it."""
+    best_of: int | None = None
+    """A value other than `n` would change the answer and is refused."""
     suffix: Annotated[str | None, only("")] = None
+
+    @model_validator(mode="after")
+    def _choices(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise _wrong("max_tokens", "max_tokens is 0: without echo, at least 1 token must be generated")
+        if self.best_of not in (None, self.num_choices):
+            message = "best_of is not supported by this server: leave it out, or send the value of n"
+            raise PydanticCustomError("unsupported_parameter", "{message}", {"message": message, "field": "best_of"})
+        if len(self.prompts()) * self.num_choices > MAX_PROMPTS:
+            raise _wrong("n", f"n is {self.num_choices}: prompts times n must be at most {MAX_PROMPTS}")
+        return self
+
+    def _reported(self) -> dict[str, Any]:
+        return {"logprobs": self.logprobs, "prompt_logprobs": self.logprobs if self.echo else None}
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts one by one."""
@@ -211,30 +256,117 @@ class TextPart(Body):
     text: Text
 
 
+class Called(Body):
+    """What a tool call calls."""
+
+    name: Text
+    arguments: Text
+    """A JSON object as text."""
+
+
+class ToolCall(Body):
+    """A call that an assistant's message made."""
+
+    id: Text
+    type: Literal["function"] = "function"
+    function: Called
+    index: int | None = None
+
+
 class Message(Body):
     """One message of a chat."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     """`developer` is the newer name of `system`, and is rendered as it."""
     content: Annotated[
-        Text | list[TextPart],
+        Text | list[TextPart] | None,
         _said("content must be a string or a list of text parts; images, audio and files are not supported"),
-    ]
+    ] = None
+    """May be null only where an assistant calls tools."""
     name: Text | None = None
     """Handed to the chat template, which may name the speaker."""
+    tool_calls: list[ToolCall] | None = None
+    """Of an assistant's message: what it called."""
+    tool_call_id: Text | None = None
+    """Of a tool's message: the call that it answers."""
 
     # an assistant message sent back as the official client returned it has these, empty
     refusal: Annotated[str | None, only()] = None
     annotations: Annotated[list[Any] | None, only([])] = None
     audio: Annotated[dict[str, Any] | None, only()] = None
     function_call: Annotated[dict[str, Any] | None, only()] = None
-    tool_calls: Annotated[list[Any] | None, only([])] = None
 
-    def for_template(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _fields_of_the_role(self) -> Self:
+        if self.content is None and not self.tool_calls:
+            if "content" in self.model_fields_set:
+                raise _wrong("content", "content must be a string or a list of text parts, not null")
+            raise PydanticCustomError("missing", "content is missing", {"field": "content"})
+        if self.tool_calls and self.role != "assistant":
+            raise _wrong("tool_calls", "tool_calls: only an assistant's message has them")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise _wrong("tool_call_id", "tool_call_id: only a tool's message has it")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
         """The message as chat templates expect it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": "system" if self.role == "developer" else self.role, "content": text, **named}
+        parts = self.content or ""
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.tool_calls:
+            message["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
+        for field in ("name", "tool_call_id"):
+            if (value := getattr(self, field)) is not None:
+                message[field] = value
+        return message
+
+
+class Function(Body):
+    """A tool's definition."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema."""
+    strict: bool | None = None
+    """Accepted without effect."""
+
+
+class Tool(Body):
+    """A tool that the chat template tells the model of."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class JsonSchema(Body):
+    """The schema that an answer is held to."""
+
+    name: Text
+    description: Text | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    """What it can't keep is refused by name."""
+    strict: bool | None = None
+    """An answer is always held to the schema."""
+
+
+class ResponseFormat(Body):
+    """What an answer must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_asked(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise _wrong("json_schema", "json_schema must be given with type json_schema, and with no other")
+        return self
+
+    def schema_text(self) -> str | None:
+        """The schema as JSON; None for any text."""
+        if self.json_schema is not None:
+            return json.dumps(self.json_schema.schema_)
+        return any_object() if self.type == "json_object" else None
 
 
 class ChatRequest(Sampling):
@@ -246,14 +378,18 @@ class ChatRequest(Sampling):
     prediction: dict[str, Any] | None = None
     """Accepted without effect."""
 
-    logprobs: Annotated[bool | None, only(False)] = False
-    """A value that would change the answer is refused, as for the fields below."""
-    top_logprobs: Annotated[int | None, only(0)] = None
-    response_format: Annotated[dict[str, Any] | None, only({"type": "text"})] = None
-    tools: Annotated[list[Any] | None, only([])] = None
+    logprobs: bool | None = False
+    """Report each token's log-probability."""
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Only with `logprobs`: this many likeliest tokens beside each."""
+    response_format: ResponseFormat | None = None
+    """Holds the answer to JSON, or to a schema."""
+    tools: list[Tool] | None = None
+    """Told to the model by the chat template, which must know tools; calls come as the answer's text."""
     tool_choice: Annotated[
         str | dict[str, Any] | None, _said("tool_choice must be a string or an object"), only("none", "auto")
     ] = None
+    """"none" leaves the tools out of the prompt. A value that would force a call is refused."""
     functions: Annotated[list[Any] | None, only([])] = None
     function_call: Annotated[
         str | dict[str, Any] | None, _said("function_call must be a string or an object"), only("none", "auto")
@@ -265,137 +401,17 @@ class ChatRequest(Sampling):
     web_search_options: Annotated[dict[str, Any] | None, only()] = None
     moderation: Annotated[dict[str, Any] | None, only()] = None
 
+    @model_validator(mode="after")
+    def _top_with_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise _wrong("top_logprobs", "top_logprobs is only allowed when logprobs is true")
+        return self
 
-class Usage(BaseModel):
-    """Token counts of a request: of all its prompts, each counted once, and of all its choices."""
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """The tools that the prompt tells of."""
+        tools = () if self.tool_choice == "none" else self.tools or ()
+        return [tool.model_dump(exclude_none=True) for tool in tools]
 
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class CompletionChoice(BaseModel):
-    """One prompt's answer, or a piece of it."""
-
-    index: int
-    text: str
-    logprobs: None = None
-    finish_reason: FinishReason | None
-
-
-class Completion(BaseModel):
-    """The answer of `/v1/completions`, and each chunk of it when it is streamed."""
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    """Seconds since 1970."""
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | None = None
-
-
-class ChatAnswer(BaseModel):
-    """The assistant's message."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str
-    refusal: None = None
-
-
-class ChatChoice(BaseModel):
-    """The answer with why it ended."""
-
-    index: int
-    message: ChatAnswer
-    logprobs: None = None
-    finish_reason: FinishReason | None
-
-
-class ChatCompletion(BaseModel):
-    """The answer of `/v1/chat/completions`."""
-
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    """Seconds since 1970."""
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-
-
-class ChatDelta(BaseModel):
-    """What a chunk adds to the message; absent fields add nothing."""
-
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-
-    @model_serializer(mode="wrap")
-    def _present_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in handler(self).items() if value is not None}
-
-
-class ChatChunkChoice(BaseModel):
-    """A piece of the answer."""
-
-    index: int
-    delta: ChatDelta
-    logprobs: None = None
-    finish_reason: FinishReason | None = None
-
-
-class ChatChunk(BaseModel):
-    """Each chunk of `/v1/chat/completions` when it is streamed."""
-
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    """Seconds since 1970."""
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | None = None
-
-
-class ModelCard(BaseModel):
-    """A name that `model` may have, as vLLM describes it."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    """Seconds since 1970."""
-    owned_by: str = "peftkit"
-    root: str
-    """The base's name, or the folder that an adapter was read from."""
-    parent: str | None
-    """The base of an adapter; null for the base."""
-    max_model_len: int
-    """Tokens of the context that text can use."""
-
-
-class ModelList(BaseModel):
-    """The answer of `/v1/models`: the base first, then the adapters by name."""
-
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-class ErrorDetail(BaseModel):
-    """What went wrong, as OpenAI says it."""
-
-    message: str
-    type: str
-    param: str | None
-    """The field at fault, where there is one."""
-    code: str | None
-
-
-class ErrorBody(BaseModel):
-    """The body of every error answer."""
-
-    error: ErrorDetail
-
-
-class Status(BaseModel):
-    """The answer of `/health` and `/ready`."""
-
-    status: Literal["ok", "ready", "not ready", "draining"]
+    def _reported(self) -> dict[str, Any]:
+        schema = None if self.response_format is None else self.response_format.schema_text()
+        return {"logprobs": (self.top_logprobs or 0) if self.logprobs else None, "json_schema": schema}

@@ -32,8 +32,8 @@ def bind(host: str, port: int, *, any_client: bool) -> socket.socket:
     family, kind, _, _, address = found[0]
     if not any_client and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
         raise InputError(
-            f"--host {host}: this server asks for no key, so it listens on loopback only: "
-            "leave --host out, or say --no-auth to answer everyone who reaches it",
+            f"--host {host}: this server asks for no key, so it listens on loopback only: add a tenant "
+            "(peftkit tenants add), leave --host out, or say --no-auth to answer everyone who reaches it",
             field="host",
         )
     listener = socket.socket(family, kind)
@@ -44,6 +44,11 @@ def bind(host: str, port: int, *, any_client: bool) -> socket.socket:
         listener.close()
         raise _unusable(host, port, error) from None
     return listener
+
+
+def is_loopback(listener: socket.socket) -> bool:
+    """Whether nobody but this machine reaches a bound socket."""
+    return ipaddress.ip_address(str(listener.getsockname()[0]).partition("%")[0]).is_loopback
 
 
 def url_of(listener: socket.socket) -> str:

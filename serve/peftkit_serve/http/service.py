@@ -1,11 +1,12 @@
-"""What the routes ask for, between HTTP and the engine: names, prompts as token ids, and a request's outputs."""
+"""What the routes ask for, between HTTP and the engine: names, prompts as token ids, and answers' outputs."""
 
+import asyncio
 import copy
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -15,10 +16,15 @@ from peftkit.chat import encode_prompt, render_chat
 from peftkit.errors import InputError, PeftkitError, RunError
 from peftkit_serve.async_engine import AsyncEngine
 from peftkit_serve.http import errors
+from peftkit_serve.http.access import Caller
+from peftkit_serve.http.answers import ModelCard
 from peftkit_serve.http.errors import ApiError
 from peftkit_serve.http.metrics import Metrics
-from peftkit_serve.http.schemas import ModelCard
+from peftkit_serve.http.settings import Settings
+from peftkit_serve.http.sse import merge
 from peftkit_serve.request import Request, RequestOutput, SamplingParams
+from peftkit_serve.tenants.admission import Admission, Visit
+from peftkit_serve.tenants.catalog import Catalog, Chosen
 
 logger = logging.getLogger(__name__)
 
@@ -28,24 +34,40 @@ class Model:
     """What a client's `model` names."""
 
     name: str
-    adapter: str | None
-    """None: the bare base."""
+    label: str
+    """The adapter's own name, or the base's: for metrics and logs."""
+    static: str | None
+    """The engine's name of an adapter that the server was started with."""
+    chosen: Chosen | None
+    """An adapter of the catalog; with neither it is the bare base."""
     root: str
-    """The folder that the adapter was read from; the base's name."""
+    """The folder that the adapter was read from; its content's hash; the base's name."""
     room: int
     """Most tokens of prompt and answer together."""
     tokenizer: PreTrainedTokenizerBase
     """The base's, with the adapter's own chat template where it has one."""
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One answer that is wanted."""
+
+    prompt: list[int]
+    params: SamplingParams
+
+
 class Service:
     """One engine behind HTTP. `draining` refuses new requests while the running ones end."""
 
-    def __init__(self, engine: AsyncEngine, served_name: str) -> None:
+    def __init__(self, engine: AsyncEngine, served_name: str, catalog: Catalog, settings: Settings) -> None:
         self.engine = engine
         self.served_name = served_name
-        self.metrics = Metrics(engine, served_name)
+        self.catalog = catalog
+        self.settings = settings
+        self.admission = Admission(max_waiting=settings.max_waiting)
+        self.metrics = Metrics(engine, served_name, catalog)
         self.draining = False
+        self._static = frozenset(engine.engine.adapters.names())
         self._created = int(time.time())
         # the first call settles the tokenizer's padding and truncation, which threads may not do at the same time
         encode_prompt(engine.engine.tokenizer, "ready")
@@ -55,38 +77,38 @@ class Service:
         """Whether a new request would be taken."""
         return self.engine.alive and not self.draining
 
-    def names(self) -> list[str]:
+    def names(self, caller: Caller) -> list[str]:
         """What `model` may be: the base's name, then the adapters' in order."""
-        return [self.served_name, *sorted(self.engine.engine.adapters.names())]
+        static = [name for name in self._static if caller.tenant is None or caller.tenant.may_name(name)]
+        own = [adapter.name for adapter in self.catalog.visible(caller.tenant)]
+        return [self.served_name, *sorted({*static, *own})]
 
-    def model(self, name: str) -> Model:
-        """The base by its name, an adapter by its own or by `base:name`. Raises 404 for any other name."""
-        engine = self.engine.engine
+    def model(self, caller: Caller, name: str) -> Model:
+        """The base by its name, an adapter by its own, by `name@version` or by `base:name`. Raises 404."""
         if name == self.served_name:
-            return Model(name, None, self.served_name, engine.room(), engine.tokenizer)
-        adapter = name if name in engine.adapters.names() else name.removeprefix(f"{self.served_name}:")
-        try:
-            entry, room = engine.adapters.get(adapter), engine.room(adapter)
-        except InputError:
-            raise errors.model_not_found(name, self.names()) from None
-        return Model(name, adapter, str(entry.path), room, _with_template(engine.tokenizer, entry.record))
+            engine = self.engine.engine
+            return Model(name, name, None, None, name, engine.room(), engine.tokenizer)
+        model = self._adapter(caller, name)
+        if model is None and name.startswith(f"{self.served_name}:"):
+            model = self._adapter(caller, name.removeprefix(f"{self.served_name}:"))
+        if model is None:
+            raise errors.model_not_found(name, self.names(caller))
+        return replace(model, name=name)
 
-    def cards(self) -> list[ModelCard]:
+    def cards(self, caller: Caller) -> list[ModelCard]:
         """All names, the base first."""
-        cards: list[ModelCard] = []
-        for name in self.names():
-            with suppress(ApiError):  # removed since it was listed
-                cards.append(self.card(name))
-        return cards
+        return [self.card(caller, name) for name in self.names(caller)]
 
-    def card(self, name: str) -> ModelCard:
+    def card(self, caller: Caller, name: str) -> ModelCard:
         """How `/v1/models` shows a name. Raises 404 for an unknown one."""
-        model = self.model(name)
-        parent = None if model.adapter is None else self.served_name
+        model = self.model(caller, name)
+        parent = None if model.root == self.served_name else self.served_name
         return ModelCard(id=name, created=self._created, root=model.root, parent=parent, max_model_len=model.room)
 
-    async def chat_prompt(self, model: Model, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation up to the assistant's next message. Raises 400 naming `messages`."""
+    async def chat_prompt(
+        self, model: Model, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """Token ids of a conversation up to the assistant's next message. Raises 400 naming the field."""
         if not model.tokenizer.chat_template:
             message = (
                 f"{model.name!r} has no chat template: send the text to /v1/completions, or name an adapter "
@@ -94,11 +116,11 @@ class Service:
             )
             raise ApiError(400, message, param="messages", code="no_chat_template")
         try:
-            token_ids = await run_in_threadpool(render_chat, model.tokenizer, messages)
+            token_ids = await run_in_threadpool(lambda: render_chat(model.tokenizer, messages, tools=tools or None))
         except PeftkitError:
             raise
         except Exception as error:  # a template is a program that came with the adapter: it may raise anything
-            logger.warning({"model": model.name, "chat_template_failed": type(error).__name__})
+            logger.warning({"model": model.label, "chat_template_failed": type(error).__name__})
             message = f"the chat template of {model.name!r} fails on these messages ({type(error).__name__})"
             raise ApiError(400, message, param="messages", code="invalid_value") from None
         return self._fitting(model, token_ids, "messages")
@@ -109,34 +131,103 @@ class Service:
             prompt = await run_in_threadpool(encode_prompt, model.tokenizer, prompt)
         return self._fitting(model, prompt, "prompt")
 
-    async def generate(
-        self, model: Model, prompt: list[int], params: SamplingParams, facts: dict[str, Any]
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """A request's outputs. Closing the iteration ends the request within a step; `facts` get its counts.
+    async def check_schema(self, schema: str | None) -> None:
+        """Refuses a schema that can't be kept, before anything is queued. Raises 400 naming `response_format`."""
+        if schema is not None:
+            try:
+                await run_in_threadpool(self.engine.engine.grammars.json, schema)
+            except InputError as error:
+                raise ApiError(400, str(error), param="response_format", code="invalid_value") from None
 
-        Raises InputError for what the engine refuses, 500 when it fails, 503 when it is going away.
+    def text_of(self, token_id: int) -> str:
+        """A single token as text; part of a character is U+FFFD."""
+        return str(self.engine.engine.tokenizer.decode([token_id]))
+
+    def text_of_all(self, token_ids: Sequence[int]) -> str:
+        """Token ids as text."""
+        return str(self.engine.engine.tokenizer.decode(list(token_ids)))
+
+    async def answers(
+        self, caller: Caller, model: Model, asked: Sequence[Asked], priority: int, facts: dict[str, Any]
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """The outputs of all answers as they come, each with its answer's index; `facts` get their counts.
+
+        Closing the iteration ends them all within a step. Raises Refusal over a limit, 404 for an adapter that has
+        gone meanwhile, InputError for what the engine refuses, 500 when it fails, 503 when it is going away.
         """
         if not self.ready:
             raise errors.unavailable("the server takes no new requests: it is starting or going away")
-        request = Request(prompt=prompt, adapter=model.adapter, sampling=params)
-        track = self.metrics.track(model.adapter)
+        tokens = sum(len(one.prompt) for one in asked)
+        with self.admission.enter(caller.name, caller.limits, answers=len(asked), prompt_tokens=tokens) as visit:
+            async with AsyncExitStack() as stack:
+                adapter = model.static
+                if model.chosen is not None:
+                    try:
+                        entry = await stack.enter_async_context(self.catalog.shelf.hold(model.chosen.version.digest))
+                    except InputError as error:
+                        logger.warning({"model": model.label, "not_loaded": type(error).__name__})
+                        raise errors.model_not_found(model.name, self.names(caller)) from None
+                    adapter = entry.name
+                requests = [
+                    Request(
+                        prompt=one.prompt,
+                        adapter=adapter,
+                        sampling=one.params,
+                        tenant=caller.name,
+                        weight=caller.limits.weight,
+                        priority=priority,
+                    )
+                    for one in asked
+                ]
+                streams = [self._outputs(caller, model, request, visit, facts) for request in requests]
+                merged = await stack.enter_async_context(aclosing(merge(streams)))
+                async for item in merged:
+                    yield item
+
+    async def _outputs(
+        self, caller: Caller, model: Model, request: Request, visit: Visit, facts: dict[str, Any]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """One answer's outputs, each told to metrics and to the tenant's account."""
+        track = self.metrics.track(caller.name, model.label)
+        expiry = _Expiry(lambda: self.engine.abort(request.request_id), self.settings)
         try:
-            with track:
+            with track, expiry:
                 async with aclosing(self.engine.generate(request)) as outputs:
                     async for output in outputs:
+                        if not track.num_tokens and output.token_ids:
+                            visit.started()
+                            expiry.first_token()
+                        visit.generated(len(output.token_ids) - track.num_tokens)
                         track.output(output)
-                        _raise_failure(output)
+                        _raise_failure(output, expiry)
                         yield output
         except RunError as error:
             raise errors.unavailable(str(error)) from None
         except InputError as error:
             if error.field == "model":  # removed since the name was looked up
-                raise errors.model_not_found(model.name, self.names()) from None
+                raise errors.model_not_found(model.name, self.names(caller)) from None
             raise
         finally:
-            facts["model"], facts["outcome"] = model.name, track.outcome
+            facts["model"], facts["outcome"] = model.label, track.outcome
             facts["prompt_tokens"] = facts.get("prompt_tokens", 0) + track.num_prompt_tokens
             facts["completion_tokens"] = facts.get("completion_tokens", 0) + track.num_tokens
+
+    def _adapter(self, caller: Caller, name: str) -> Model | None:
+        engine = self.engine.engine
+        if chosen := self.catalog.choose(caller.tenant, name):
+            version = chosen.version
+            tokenizer = _with_template(engine.tokenizer, version.template)
+            room = engine.room_behind(version.num_virtual)
+            return Model(name, chosen.adapter.name, None, chosen, version.digest, room, tokenizer)
+        if name not in self._static or (caller.tenant is not None and not caller.tenant.may_name(name)):
+            return None
+        try:
+            entry, room = engine.adapters.get(name), engine.room(name)
+        except InputError:  # removed since the server began
+            return None
+        template = entry.record.get("chat_template")
+        text = template.get("text") if isinstance(template, dict) else None
+        return Model(name, name, name, None, str(entry.path), room, _with_template(engine.tokenizer, text))
 
     def _fitting(self, model: Model, token_ids: list[int], field: str) -> list[int]:
         if not token_ids:
@@ -146,19 +237,50 @@ class Service:
         return token_ids
 
 
-def _raise_failure(output: RequestOutput) -> None:
+class _Expiry:
+    """Ends a request that waits, or takes, too long."""
+
+    def __init__(self, end: Callable[[], None], settings: Settings) -> None:
+        self._end, self._settings = end, settings
+        self._timers: list[asyncio.TimerHandle] = []
+        self.reason: str | None = None
+        """Why it was ended."""
+
+    def __enter__(self) -> "_Expiry":
+        loop = asyncio.get_running_loop()
+        queue_s, request_s = self._settings.queue_timeout_s, self._settings.request_timeout_s
+        self._timers = [
+            loop.call_later(queue_s, self._expire, f"the request waited {queue_s:g} s for its first token"),
+            loop.call_later(request_s, self._expire, f"the request took more than {request_s:g} s"),
+        ]
+        return self
+
+    def first_token(self) -> None:
+        """It waits no more."""
+        self._timers[0].cancel()
+
+    def __exit__(self, *_: object) -> None:
+        for timer in self._timers:
+            timer.cancel()
+
+    def _expire(self, reason: str) -> None:
+        self.reason = reason
+        self._end()
+
+
+def _raise_failure(output: RequestOutput, expiry: _Expiry) -> None:
     if output.finish_reason == "error":
         raise ApiError(500, output.error or "the engine failed", code="engine_error")
+    if output.finish_reason == "abort" and expiry.reason is not None:
+        raise errors.timed_out(expiry.reason)
     if output.finish_reason == "abort":
         raise errors.unavailable("the server stopped before the answer was complete")
 
 
-def _with_template(tokenizer: PreTrainedTokenizerBase, record: dict[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer with the chat template that an adapter's record carries; itself where there is none."""
-    template = record.get("chat_template")
-    text = template.get("text") if isinstance(template, dict) else None
-    if not isinstance(text, str) or not text:
+def _with_template(tokenizer: PreTrainedTokenizerBase, template: object) -> PreTrainedTokenizerBase:
+    """The tokenizer with an adapter's own chat template; itself where there is none."""
+    if not isinstance(template, str) or not template:
         return tokenizer
     own = copy.copy(tokenizer)  # shares the vocabulary: nothing but the template differs
-    own.chat_template = text
+    own.chat_template = template
     return own

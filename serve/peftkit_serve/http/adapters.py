@@ -1,0 +1,196 @@
+"""Adapters over HTTP: upload, versions, canaries, rollback and removal; vLLM's two routes beside them."""
+
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException
+from starlette.responses import PlainTextResponse
+
+from peftkit.errors import AdapterError, InputError
+from peftkit_serve.http.access import Access, bearer
+from peftkit_serve.http.body import StrictRoute, parse_json
+from peftkit_serve.http.errors import ApiError
+from peftkit_serve.http.management import (
+    AdapterByPath,
+    AdapterCard,
+    AdapterList,
+    LoadLora,
+    NewWeights,
+    Published,
+    Removed,
+    UnloadLora,
+    VersionCard,
+)
+from peftkit_serve.http.openai import ERRORS
+from peftkit_serve.http.service import Service
+from peftkit_serve.tenants.catalog import NotThere
+from peftkit_serve.tenants.content import MAX_FILES, Arrival
+from peftkit_serve.tenants.database import Database
+from peftkit_serve.tenants.records import SHARED, Adapter, Version
+
+_UPLOAD: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["name", "files"],
+                    "properties": {
+                        "name": {"type": "string"},
+                        "tenant": {"type": "string", "description": "Whose it is; left out, it is shared."},
+                        "files": {
+                            "type": "array",
+                            "items": {"type": "string", "format": "binary"},
+                            "description": "adapter_config.json, adapter_model.safetensors and, where there is one, "
+                            "peftkit.json; or one .zip, .tar or .tar.gz of them.",
+                        },
+                    },
+                }
+            },
+            "application/json": {"schema": AdapterByPath.model_json_schema()},
+        },
+    }
+}
+
+
+def create_router(service: Service, access: Access, database: Database) -> APIRouter:
+    """The administrator's routes for adapters. `?tenant=` says whose; without it they are the shared ones."""
+    guards = [Depends(bearer), Depends(access.admin)]
+    router = APIRouter(prefix="/v1", tags=["Adapters"], responses=ERRORS, route_class=StrictRoute, dependencies=guards)
+    catalog = service.catalog
+
+    def owner(tenant: str | None) -> str:
+        if tenant and tenant not in database.snapshot.tenants:
+            raise ApiError(404, f"there is no tenant {tenant[:128]!r}", param="tenant", code="not_found")
+        return tenant or SHARED
+
+    def published(adapter: Adapter, version: Version) -> Published:
+        card = VersionCard.of(adapter, version, catalog.shelf)
+        return Published(name=adapter.name, tenant=adapter.owner or None, **card.model_dump())
+
+    async def from_path(tenant: str | None, name: str, path: str) -> Published:
+        folder = _contained(path, service.settings.adapter_roots)
+        version = await catalog.publish(owner(tenant), name, lambda arrival: arrival.copy(folder))
+        return published(catalog.owned(owner(tenant), name), version)
+
+    @router.post("/adapters", status_code=201, openapi_extra=_UPLOAD)
+    async def add_adapter(request: Request) -> Published:
+        """A new adapter, or a new version of one, by upload or from a folder under an allowed root."""
+        if request.headers.get("content-type", "").partition(";")[0].strip() != "multipart/form-data":
+            body = AdapterByPath.model_validate(_object(parse_json(await request.body())))
+            return await from_path(body.tenant, body.name, body.path)
+        fields, files = await _form(request)
+        try:
+            who, name = owner(fields.get("tenant")), fields["name"]
+
+            def fill(arrival: Arrival) -> None:
+                for file in files:
+                    arrival.write(file.filename or "", file.file)
+
+            version = await catalog.publish(who, name, fill)
+        finally:
+            for file in files:
+                await file.close()
+        return published(catalog.owned(who, name), version)
+
+    @router.get("/adapters")
+    async def list_adapters(tenant: str | None = None) -> AdapterList:
+        """Adapters with their versions."""
+        cards = [AdapterCard.of(adapter, catalog.shelf) for adapter in catalog.list_owned(owner(tenant))]
+        return AdapterList(data=cards)
+
+    @router.get("/adapters/{name}")
+    async def show_adapter(name: str, tenant: str | None = None) -> AdapterCard:
+        """One adapter with its versions."""
+        return AdapterCard.of(catalog.owned(owner(tenant), name), catalog.shelf)
+
+    @router.post("/adapters/{name}/aliases")
+    async def set_weights(name: str, body: NewWeights, tenant: str | None = None) -> AdapterCard:
+        """Sends shares of a name's requests to versions; running requests finish on theirs."""
+        weights = {int(number): share for number, share in body.weights.items()}
+        return AdapterCard.of(await catalog.set_weights(owner(tenant), name, weights), catalog.shelf)
+
+    @router.post("/adapters/{name}/rollback")
+    async def roll_back(name: str, tenant: str | None = None) -> AdapterCard:
+        """Back to where a name's requests went before."""
+        return AdapterCard.of(await catalog.roll_back(owner(tenant), name), catalog.shelf)
+
+    @router.delete("/adapters/{name}")
+    async def remove_adapter(name: str, tenant: str | None = None) -> Removed:
+        """Removes `name`, or `name@version`, waits for its requests to end, and frees its memory."""
+        bare, marked, number = name.partition("@")
+        if marked and not (number.isascii() and number.isdigit() and len(number) < 10):
+            raise NotThere(f"there is no adapter '{name[:128]}'", field="name")
+        version = int(number) if marked else None
+        freed = await catalog.remove(owner(tenant), bare, version)
+        return Removed(name=bare, version=version, freed_bytes=freed)
+
+    @router.post("/load_lora_adapter", response_class=PlainTextResponse)
+    async def load_lora_adapter(body: LoadLora) -> str:
+        """As vLLM has it: a shared adapter from a folder under an allowed root."""
+        if not body.load_inplace and catalog.find(None, body.lora_name) is not None:
+            raise ApiError(
+                400,
+                f"the adapter '{body.lora_name[:128]}' is loaded already: say load_inplace for a new version",
+                param="lora_name",
+                code="name_taken",
+            )
+        await from_path(None, body.lora_name, body.lora_path)
+        return f"Success: LoRA adapter '{body.lora_name}' added successfully."
+
+    @router.post("/unload_lora_adapter", response_class=PlainTextResponse)
+    async def unload_lora_adapter(body: UnloadLora) -> str:
+        """As vLLM has it, but it frees the memory, after the last request that uses it."""
+        await catalog.remove(SHARED, body.lora_name)
+        return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+
+    return router
+
+
+async def _form(request: Request) -> tuple[dict[str, str], list[UploadFile]]:
+    """The fields and files of an upload; files lie on the disk while they are large."""
+    try:
+        form = await request.form(max_files=MAX_FILES, max_fields=8, max_part_size=4096)
+    except (MultiPartException, HTTPException, ValueError) as error:
+        if isinstance(error, ApiError):  # the guard's: the body is too large
+            raise
+        reason = getattr(error, "message", None) or getattr(error, "detail", None) or str(error)
+        raise ApiError(400, f"the upload can't be read: {reason}", code="invalid_upload") from None
+    files = [part for _, part in form.multi_items() if isinstance(part, UploadFile)]
+    fields = {key: part for key, part in form.multi_items() if isinstance(part, str)}
+    if unknown := set(fields) - {"name", "tenant"}:
+        shown = min(unknown)[:64]
+        raise ApiError(400, f"unknown field {shown!r}", param=shown, code="unknown_parameter")
+    for name, given in (("name", fields.get("name")), ("files", files)):
+        if not given:
+            raise ApiError(400, f"{name} is missing", param=name, code="missing_required_parameter")
+    return fields, files
+
+
+def _object(value: object) -> object:
+    if not isinstance(value, dict):
+        raise ApiError(400, "the body must be a JSON object, or an upload by multipart/form-data", code="invalid_json")
+    return value
+
+
+def _contained(path: str, roots: tuple[Path, ...]) -> Path:
+    """The real folder that a path names, which must lie under an allowed root."""
+    message = "path must be an adapter's folder under one of the roots that the server was started with"
+    if "\0" in path:
+        raise InputError(message, field="path")
+    try:
+        folder = Path(path).resolve()
+        allowed = any(folder.is_relative_to(root.resolve()) for root in roots)
+        # what lies outside is answered alike whether it is there or not
+        if allowed and folder.is_dir():
+            for inner in folder.rglob("*"):
+                if not any(inner.resolve().is_relative_to(root.resolve()) for root in roots):
+                    raise AdapterError("a file of the adapter's folder lies outside the allowed roots")
+            return folder
+    except (OSError, RuntimeError):
+        pass
+    raise InputError(message, field="path")

@@ -1,0 +1,160 @@
+"""How the two completion routes word what the engine says: whole answers, chunks, log-probabilities."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from pydantic import BaseModel
+
+from peftkit_serve.http.answers import (
+    ChatAnswer,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    Completion,
+    CompletionChoice,
+    TextLogprobs,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+from peftkit_serve.http.schemas import ChatRequest, CompletionRequest
+from peftkit_serve.request import RequestOutput, TokenLogprobs
+
+TokenText = Callable[[int], str]
+
+
+class Form(Protocol):
+    """How one of the two routes words an answer. `head` is what its bodies begin with: id, created, model."""
+
+    def whole(self, head: dict[str, Any], outputs: Sequence[RequestOutput]) -> BaseModel:
+        """The body of an answer that isn't streamed, from each choice's last output."""
+        ...
+
+    def chunk(self, head: dict[str, Any], index: int, output: RequestOutput, before: RequestOutput | None) -> BaseModel:
+        """The next piece of a choice; `before` is its output before, None at its beginning."""
+        ...
+
+    def usage(self, head: dict[str, Any], outputs: Sequence[RequestOutput]) -> BaseModel:
+        """The chunk that ends a stream when the client asked for token counts."""
+        ...
+
+
+class TextForm:
+    """`/v1/completions`."""
+
+    def __init__(self, body: CompletionRequest, prompts: Sequence[tuple[str, Sequence[int]]], text_of: TokenText):
+        """prompts: text and token ids of each. text_of: a single token as text."""
+        self._body, self._prompts, self._text_of = body, prompts, text_of
+        self._num_choices = body.num_choices
+
+    def whole(self, head: dict[str, Any], outputs: Sequence[RequestOutput]) -> Completion:
+        choices = [self._choice(i, self._shown(output), None) for i, output in enumerate(outputs)]
+        return Completion(**head, choices=choices, usage=count_tokens(outputs, self._num_choices))
+
+    def chunk(
+        self, head: dict[str, Any], index: int, output: RequestOutput, before: RequestOutput | None
+    ) -> Completion:
+        return Completion(**head, choices=[self._choice(index, self._shown(output), before)])
+
+    def usage(self, head: dict[str, Any], outputs: Sequence[RequestOutput]) -> Completion:
+        return Completion(**head, choices=[], usage=count_tokens(outputs, self._num_choices))
+
+    def _shown(self, output: RequestOutput) -> RequestOutput:
+        """The output without its one token where the client asked for none."""
+        if self._body.max_tokens != 0:
+            return output
+        return RequestOutput(
+            output.request_id, "", "", (), output.num_prompt_tokens, output.finish_reason and "length",
+            prompt_logprobs=output.prompt_logprobs,
+        )  # fmt: skip
+
+    def _choice(self, index: int, output: RequestOutput, before: RequestOutput | None) -> CompletionChoice:
+        """The whole choice, or what is new since `before`."""
+        echoed = self._prompts[index // self._num_choices] if self._body.echo else ("", ())
+        return CompletionChoice(
+            index=index,
+            text=echoed[0] + output.text if before is None else output.delta,
+            logprobs=None if self._body.logprobs is None else self._logprobs(output, before, echoed[1]),
+            finish_reason=output.finish_reason,
+        )
+
+    def _logprobs(self, output: RequestOutput, before: RequestOutput | None, echoed: Sequence[int]) -> TextLogprobs:
+        scored = list(output.prompt_logprobs) if echoed else []
+        scored += output.logprobs
+        first = [] if not echoed else [self._text_of(echoed[0])]
+        tokens = [*first, *(self._text_of(one.token_id) for one in scored)]
+        offsets = [0]
+        for token in tokens:
+            offsets.append(offsets[-1] + len(token))
+        unknown = [None] * len(first)
+        tops: list[dict[str, float] | None] = [*unknown, *map(self._top, scored)]
+        new = 0 if before is None else len(first) + len(scored) - len(output.logprobs) + len(before.logprobs)
+        return TextLogprobs(
+            tokens=tokens[new:],
+            token_logprobs=[*unknown, *(one.logprob for one in scored)][new:],
+            top_logprobs=tops[new:],
+            text_offset=offsets[:-1][new:],
+        )
+
+    def _top(self, one: TokenLogprobs) -> dict[str, float]:
+        return {self._text_of(token): value for token, value in one.top}
+
+
+class ChatForm:
+    """`/v1/chat/completions`."""
+
+    def __init__(self, body: ChatRequest, text_of: TokenText):
+        self._body, self._text_of = body, text_of
+        self._num_choices = body.num_choices
+
+    def whole(self, head: dict[str, Any], outputs: Sequence[RequestOutput]) -> ChatCompletion:
+        choices = [
+            ChatChoice(
+                index=i,
+                message=ChatAnswer(content=output.text),
+                logprobs=self._logprobs(output, None),
+                finish_reason=output.finish_reason,
+            )
+            for i, output in enumerate(outputs)
+        ]
+        return ChatCompletion(**head, choices=choices, usage=count_tokens(outputs, self._num_choices))
+
+    def chunk(self, head: dict[str, Any], index: int, output: RequestOutput, before: RequestOutput | None) -> ChatChunk:
+        first = before is None
+        delta = ChatDelta(role="assistant" if first else None, content=output.delta if first or output.delta else None)
+        choice = ChatChunkChoice(
+            index=index,
+            delta=delta,
+            logprobs=self._logprobs(output, before),
+            finish_reason=output.finish_reason,
+        )
+        return ChatChunk(**head, choices=[choice])
+
+    def usage(self, head: dict[str, Any], outputs: Sequence[RequestOutput]) -> ChatChunk:
+        return ChatChunk(**head, choices=[], usage=count_tokens(outputs, self._num_choices))
+
+    def _logprobs(self, output: RequestOutput, before: RequestOutput | None) -> ChatLogprobs | None:
+        if not self._body.logprobs:
+            return None
+        new = output.logprobs[0 if before is None else len(before.logprobs) :]
+        return ChatLogprobs(content=[self._token(one) for one in new])
+
+    def _token(self, one: TokenLogprobs) -> TokenLogprob:
+        tops = [self._top(token, value) for token, value in one.top]
+        return TokenLogprob(**self._top(one.token_id, one.logprob).model_dump(), top_logprobs=tops)
+
+    def _top(self, token_id: int, logprob: float) -> TopLogprob:
+        text = self._text_of(token_id)
+        # a token that is part of a character has no text of its own
+        encoded = None if "\ufffd" in text else list(text.encode())
+        return TopLogprob(token=text, logprob=logprob, bytes=encoded)
+
+
+def count_tokens(outputs: Sequence[RequestOutput], num_choices: int) -> Usage:
+    """Token counts of a request, from each choice's last output; `num_choices` of them share a prompt."""
+    prompt = sum(output.num_prompt_tokens for output in outputs[::num_choices])
+    generated = sum(len(output.token_ids) for output in outputs)
+    return Usage(prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated)

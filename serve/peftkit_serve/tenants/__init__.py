@@ -1,0 +1,1 @@
+"""Tenants: keys, limits, fair shares, and the adapters that each may name."""

@@ -1,0 +1,185 @@
+"""An adapter's files on their way in: bounded, named from a short list, and kept under the hash of their bytes.
+
+    incoming/<random>/     what arrives; removed whatever happens
+    content/<digest>/      what was found good; never changes
+
+A folder appears under `content/` by one rename, after its files are on the disk.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tarfile
+import tempfile
+import time
+import zipfile
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from peftkit.errors import AdapterError
+
+_FILE = re.compile(r"(?:[a-z][a-z0-9_]{0,31}/)?(adapter_config\.json|adapter_model\.safetensors|peftkit\.json)")
+MAX_FILES = 9
+MAX_JSON_BYTES = 2**20
+MAX_HEADER_BYTES = 2**24
+_KEEP_INCOMING_S = 3600.0
+
+
+class TooLarge(AdapterError):
+    """Files beyond the limit."""
+
+
+class Contents:
+    """The folder of all adapters' files. May be used from any thread."""
+
+    def __init__(self, root: Path, *, max_bytes: int) -> None:
+        """max_bytes: of one adapter's files together."""
+        self.max_bytes = max_bytes
+        self._incoming, self.kept = root / "incoming", root / "content"
+        for folder in (self._incoming, self.kept):
+            folder.mkdir(parents=True, exist_ok=True)
+        for left in self._incoming.iterdir():  # of a process that was killed
+            if time.time() - left.stat().st_mtime > _KEEP_INCOMING_S:
+                shutil.rmtree(left, ignore_errors=True)
+
+    @contextmanager
+    def arriving(self) -> Generator["Arrival", None, None]:
+        """A place for files to arrive in, which is gone at the end."""
+        folder = Path(tempfile.mkdtemp(dir=self._incoming))
+        try:
+            yield Arrival(folder, self.max_bytes)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def keep(self, arrival: "Arrival") -> tuple[str, int]:
+        """Files that were found good, by their digest from now on; returns it and their bytes."""
+        files = sorted(path for path in arrival.folder.rglob("*") if path.is_file())
+        digest, num_bytes = hashlib.sha256(), 0
+        for path in files:
+            name = path.relative_to(arrival.folder).as_posix()
+            with path.open("rb") as file:
+                inner = hashlib.file_digest(file, "sha256").hexdigest()
+                os.fsync(file.fileno())
+            digest.update(f"{name}\0{inner}\n".encode())
+            num_bytes += path.stat().st_size
+        target = self.kept / digest.hexdigest()
+        if not target.exists():
+            try:
+                arrival.folder.rename(target)
+            except OSError:
+                if not target.exists():  # else another one has brought the same
+                    raise
+            _sync(self.kept)
+        return digest.hexdigest(), num_bytes
+
+    def discard(self, digest: str) -> None:
+        """Removes files that no version has any more."""
+        shutil.rmtree(self.kept / digest, ignore_errors=True)
+
+
+class Arrival:
+    """Files of one adapter as they come."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder = folder
+        self._left = max_bytes
+        self._num_files = 0
+
+    def write(self, name: str, source: IO[bytes]) -> None:
+        """Takes a file, or an archive of them. Raises AdapterError for a name that isn't an adapter's, TooLarge."""
+        lowered = name.lower()
+        if lowered.endswith(".zip"):
+            self._take_all(_zip_members(source))
+        elif lowered.endswith((".tar", ".tar.gz", ".tgz")):
+            self._take_all(_tar_members(source))
+        else:
+            self._take(name, source)
+
+    def copy(self, folder: Path) -> None:
+        """Takes the files of an adapter's folder; what else lies there is left out."""
+        for path in sorted(folder.rglob("*")):
+            name = path.relative_to(folder).as_posix()
+            if _FILE.fullmatch(name) and path.is_file():
+                with path.open("rb") as file:
+                    self._take(name, file)
+            elif path.suffix == ".bin" and path.parent == folder:
+                raise AdapterError(f"{name} is pickled, which isn't loaded: convert it to safetensors first")
+
+    def check(self) -> dict[str, Any]:
+        """Refuses what is too large to be read; returns what `peftkit.json` says."""
+        record: dict[str, Any] = {}
+        for path in self.folder.rglob("*"):
+            if path.suffix == ".json" and path.stat().st_size > MAX_JSON_BYTES:
+                raise TooLarge(f"{path.name} has more than {MAX_JSON_BYTES} bytes")
+            if path.suffix == ".safetensors":
+                _check_header(path)
+        if (path := self.folder / "peftkit.json").is_file():
+            try:
+                read = json.loads(path.read_bytes())
+            except (ValueError, RecursionError) as error:
+                raise AdapterError("peftkit.json can't be read as JSON") from error
+            record = read if isinstance(read, dict) else {}
+        return record
+
+    def _take_all(self, members: Iterator[tuple[str, IO[bytes]]]) -> None:
+        try:
+            for name, source in members:
+                self._take(name, source)
+        except (zipfile.BadZipFile, tarfile.TarError, EOFError, OSError, RuntimeError, NotImplementedError) as error:
+            raise AdapterError(f"the archive can't be read ({type(error).__name__})") from error
+
+    def _take(self, name: str, source: IO[bytes]) -> None:
+        if not _FILE.fullmatch(name):
+            raise AdapterError(
+                f"{name[:80]!r} is no adapter's file: send adapter_config.json, adapter_model.safetensors and, where "
+                "there is one, peftkit.json"
+            )
+        self._num_files += 1
+        target = self.folder / name
+        if self._num_files > MAX_FILES or target.exists():
+            raise AdapterError(f"{name[:80]!r} is given twice, or there are too many files")
+        target.parent.mkdir(exist_ok=True)
+        with target.open("xb") as file:
+            while block := source.read(2**20):
+                self._left -= len(block)
+                if self._left < 0:
+                    raise TooLarge("the adapter's files are larger than this server takes")
+                file.write(block)
+
+
+def _zip_members(source: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
+    with zipfile.ZipFile(source) as archive:
+        for info in archive.infolist():
+            if not info.is_dir():
+                with archive.open(info) as member:
+                    yield info.filename, member
+
+
+def _tar_members(source: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
+    with tarfile.open(fileobj=source, mode="r|*") as archive:
+        for info in archive:
+            member = archive.extractfile(info) if info.isreg() else None
+            if member is not None:
+                yield info.name.removeprefix("./"), member
+            elif not info.isdir():
+                raise AdapterError(f"{info.name[:80]!r} in the archive is no plain file")
+
+
+def _check_header(path: Path) -> None:
+    """Bounds what the safetensors library will read into memory before it has seen a tensor."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if length > min(MAX_HEADER_BYTES, path.stat().st_size):
+        raise AdapterError(f"{path.name} is no safetensors file, or its header is too long")
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Alembic's changes of the schema, run when a database is opened."""
