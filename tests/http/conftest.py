@@ -166,6 +166,12 @@ def serving(engine: Engine, served_name: str = "tiny", **settings: Any) -> Itera
         thread.join()
 
 
+@pytest.fixture(name="write_lora")
+def lora_writer() -> Callable[..., Path]:
+    """`write_lora`, for a test that needs an adapter of its own."""
+    return write_lora
+
+
 @pytest.fixture
 def serve() -> Callable[..., Any]:
     """`serving`, for a test that needs a server of its own."""

@@ -51,8 +51,9 @@ class TextForm:
         self._num_choices = body.num_choices
 
     def whole(self, head: dict[str, Any], outputs: Sequence[RequestOutput]) -> Completion:
-        choices = [self._choice(i, self._shown(output), None) for i, output in enumerate(outputs)]
-        return Completion(**head, choices=choices, usage=count_tokens(outputs, self._num_choices))
+        shown = [self._shown(output) for output in outputs]
+        choices = [self._choice(i, output, None) for i, output in enumerate(shown)]
+        return Completion(**head, choices=choices, usage=count_tokens(shown, self._num_choices))
 
     def chunk(
         self, head: dict[str, Any], index: int, output: RequestOutput, before: RequestOutput | None
@@ -60,7 +61,8 @@ class TextForm:
         return Completion(**head, choices=[self._choice(index, self._shown(output), before)])
 
     def usage(self, head: dict[str, Any], outputs: Sequence[RequestOutput]) -> Completion:
-        return Completion(**head, choices=[], usage=count_tokens(outputs, self._num_choices))
+        shown = [self._shown(output) for output in outputs]
+        return Completion(**head, choices=[], usage=count_tokens(shown, self._num_choices))
 
     def _shown(self, output: RequestOutput) -> RequestOutput:
         """The output without its one token where the client asked for none."""
@@ -100,7 +102,8 @@ class TextForm:
         )
 
     def _top(self, one: TokenLogprobs) -> dict[str, float]:
-        return {self._text_of(token): value for token, value in one.top}
+        # of parts of characters, which look alike, the likeliest stays
+        return {self._text_of(token): value for token, value in reversed(one.top)}
 
 
 class ChatForm:
