@@ -164,7 +164,7 @@ def _exact_match(example: Example, answer: Answer) -> tuple[float, float]:
     wanted, found = example.reference.strip(), answer.text.strip()
     same = wanted == found
     if not same and (fields := _fields(wanted)) is not None:
-        same = fields == _fields(found)
+        same = _same(fields, _fields(found))
     return float(same), 1.0
 
 
@@ -177,12 +177,14 @@ def _field_f1(example: Example, answer: Answer) -> tuple[float, float]:
     wanted, found = _fields(example.reference), _fields(answer.text) or {}
     if wanted is None:
         raise DataError(f"{example.where}: field_f1 needs a JSON object as completion: choose another metric")
-    right = sum(name in found and found[name] == value for name, value in wanted.items())
+    right = sum(name in found and _same(found[name], value) for name, value in wanted.items())
     return 2.0 * right, float(len(wanted) + len(found))
 
 
 def _rouge_l(example: Example, answer: Answer) -> tuple[float, float]:
     wanted, found = example.reference.split(), answer.text.split()
+    if not wanted and not found:
+        return 1.0, 1.0
     return 2.0 * _common_subsequence(wanted, found) / (len(wanted) + len(found)), 1.0
 
 
@@ -201,6 +203,17 @@ def _fields(text: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two JSON values are equal: 1 and 1.0 are, true and 1 aren't, as they are to Python."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return one == other
 
 
 def _common_subsequence(a: Sequence[str], b: Sequence[str]) -> int:

@@ -26,6 +26,12 @@ class Chosen:
     artifact: "Artifact | None"
 
     @property
+    def double_quant(self) -> bool:
+        """Whether NF4's scales are quantised too: as the adapter was trained, by default they are."""
+        recipe = (self.artifact.record.get("recipe") if self.artifact else None) or {}
+        return (recipe.get("quant") or {}).get("double_quant") is not False
+
+    @property
     def adapter(self) -> Path | None:
         """The adapter's folder."""
         return self.artifact.path if self.artifact else None

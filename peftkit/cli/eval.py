@@ -86,6 +86,11 @@ def evaluate(
     if set(metrics) != {"nll"}:
         from peftkit_serve import Engine
 
+        if chosen.quant == "nf4" and not chosen.double_quant:
+            output.note(
+                "warning: the adapter was trained with quant.double_quant false; answers are generated over NF4 with "
+                "double quantisation, the only one that the engine has (nll is over what it was trained on)"
+            )
         engine = Engine(chosen.base, quant=chosen.quant)
         if chosen.adapter is not None:
             engine.adapters.add(ENGINE_NAME, chosen.adapter)
@@ -139,7 +144,7 @@ def _nll(chosen: Chosen, examples: Sequence["Example"]) -> "Score":
     from peftkit.base import load_base
     from peftkit.evaluate import nll
 
-    model, _ = load_base(chosen.base, quant=chosen.quant)
+    model, _ = load_base(chosen.base, quant=chosen.quant, double_quant=chosen.double_quant)
     if chosen.adapter is not None:
         load_adapter(model, chosen.adapter)
     with output.progress("nll", total=len(examples), unit="row") as bar:

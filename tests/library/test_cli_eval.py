@@ -11,6 +11,7 @@ import torch
 import peftkit
 from peftkit.chat import render_chat
 from peftkit.cli.main import run
+from peftkit.evaluate import nll, read_examples
 from peftkit.methods import AnyConfig, LoraConfig, PromptTuningConfig, attached
 
 Capture = pytest.CaptureFixture[str]
@@ -201,3 +202,19 @@ def test_a_seed_repeats_a_drawn_answer(tiny_base: Path, capsys: Capture) -> None
 def test_generates_bad_input_is_one_line(options: list[str], fault: str, tiny_base: Path, capsys: Capture) -> None:
     code, out, err = answer(capsys, "generate", "--base", tiny_base, *options)
     assert (code, out) == (2, "") and fault in err and len(err.splitlines()) == 1
+
+
+def test_nll_is_over_the_quantisation_that_the_adapter_was_trained_on(
+    tiny_base: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    record = {"recipe": {"quant": {"kind": "nf4", "double_quant": False}}}
+    model, tokenizer = peftkit.load_base(tiny_base, quant="nf4", double_quant=False)
+    peftkit.attach(model, KINDS["lora"])
+    peftkit.save_adapter(model, tmp_path / "a", **record)
+    data = write_rows(tmp_path / "rows.jsonl", {prompt: " yes" for prompt in PROMPTS})
+    _, out, _ = answer(capsys, "eval", "--data", data, "--adapter", tmp_path / "a", "--metric", "nll", "--json")
+    examples = read_examples(str(data), tokenizer, max_length=256)
+    found = json.loads(out)["metrics"]["nll"]["value"]
+    assert found == pytest.approx(nll(model, examples).value, rel=1e-5)
+    doubled, _ = peftkit.load_base(tiny_base, quant="nf4")
+    assert found != pytest.approx(nll(doubled, examples).value, rel=1e-4)

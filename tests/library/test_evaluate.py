@@ -200,3 +200,23 @@ def test_nll_does_not_depend_on_the_batch(seed: int, tiny_base: Path) -> None:
     rows = some_examples(40)
     values = [nll(model, rows, batch_tokens=size).value for size in (1, 100, 100_000)]
     assert values == pytest.approx([values[0]] * 3, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("reference", "text", "same"),
+    [
+        ('{"a": true}', '{"a": 1}', False),
+        ('{"a": 0}', '{"a": false}', False),
+        ('{"a": [1, {"b": true}]}', '{"a": [1, {"b": 1}]}', False),
+        ('{"a": [1, {"b": true}]}', '{"a":[1.0,{"b":true}]}', True),
+        ('{"a": 1, "b": null}', '{"b": null, "a": 1.0}', True),
+    ],
+)
+def test_true_is_not_one(reference: str, text: str, same: bool) -> None:
+    assert score([example(reference)], [answer(text)], "exact_match").value == float(same)
+    assert (score([example(reference)], [answer(text)], "field_f1").value == 1.0) is same
+
+
+def test_rouge_l_of_two_answers_without_words_is_one() -> None:
+    assert score([example(" ")], [answer("")], "rouge_l").value == 1.0
+    assert score([example(" ")], [answer("a")], "rouge_l").value == 0.0

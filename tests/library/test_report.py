@@ -85,6 +85,6 @@ def test_a_folder_that_holds_no_run_is_bad_input(tmp_path: Path, content: str | 
     if content is not None:
         (tmp_path / "run.json").write_text(content)
         (tmp_path / "metrics.jsonl").write_text("3\n")
-    with pytest.raises(InputError, match="holds no run|is damaged"):
+    with pytest.raises(InputError, match=r"holds no run|is damaged"):
         write_report([tmp_path], tmp_path / "report.html")
     assert run(["report", str(tmp_path)]) == 2
