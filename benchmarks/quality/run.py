@@ -23,6 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import torch.nn.functional as F
+from table import best_trials, table
 from tasks import OUR_METHODS, PEER_METHODS, RATES, TASKS, VARIANTS, WARMUP, our_config, peer_config
 
 from peftkit import evaluate
@@ -183,11 +184,6 @@ def _answers(model: Any, tokenizer: Any, examples: list[evaluate.Example], max_t
     return [answers[i] for i in range(len(examples))]
 
 
-def better(metric: str, a: float, b: float) -> bool:
-    """Whether score `a` is better than `b`."""
-    return a < b if metric == "nll" else a > b
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with a sub-folder for each task")
@@ -214,17 +210,13 @@ def main() -> None:
     ]
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
         trials = [Spec(*pair, lr, 0, "valid") for pair in pairs for lr in rates(pair[1])]
-        best: dict[tuple[str, str, str], dict[str, Any]] = {}
-        for result in run_all(trials, place, pool, args.out):
-            key = (result["library"], result["method"], result["task"])
-            metric = TASKS[result["task"]].metrics[0]
-            if key not in best or better(metric, result["scores"][metric][0], best[key]["scores"][metric][0]):
-                best[key] = result
+        best = best_trials(run_all(trials, place, pool, args.out))
         if args.trials_only:
             return
         seeds = [int(seed) for seed in args.seeds.split(",")]
         finals = [Spec(*pair, best[pair]["lr"], seed, "test") for pair in pairs if pair in best for seed in seeds]
         run_all(finals, place, pool, args.out)
+    print(table([json.loads(line) for line in args.out.read_text().splitlines()]))
 
 
 def rates(method: str) -> tuple[float, ...]:
