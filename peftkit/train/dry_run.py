@@ -63,6 +63,7 @@ def _plan(prepared: Prepared) -> DryRun:
         batch_shapes=[(shape.rows, shape.length, shape.targets) for shape in prepared.sampler().shapes()],
         virtual_tokens=virtual_tokens(recipe),
         gradient_checkpointing=recipe.train.gradient_checkpointing,
+        moments_8bit=recipe.optim.name.endswith("8bit"),
     )
     train = prepared.train.head if isinstance(prepared.train, Stream) else prepared.train
     sample = train.samples[0]

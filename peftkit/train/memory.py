@@ -2,7 +2,7 @@
 
     weights      bytes of the base as it is held (4-bit codes and scales where it is quantised)
     adapter      4 bytes of weight and 4 of gradient for each trainable parameter
-    optimizer    8 bytes for each trainable parameter: AdamW's two float32 moments
+    optimizer    8 bytes for each trainable parameter: AdamW's two float32 moments, or 2 for 8-bit ones
     activations  tokens · b · (L · layer + H), what backward keeps, b bytes a value; with gradient checkpointing
                  tokens · b · (L · H + layer), a layer's input each and one layer recomputed
         layer = 4H + 4·Q·D + 4I: residuals and normed inputs (2 + 2) H; queries, keys and values spread to Q heads and
@@ -50,6 +50,7 @@ def estimate_memory(
     batch_shapes: Sequence[tuple[int, int, int]],
     virtual_tokens: int,
     gradient_checkpointing: bool,
+    moments_8bit: bool = False,
 ) -> MemoryEstimate:
     """The estimate for micro-batches of the given (rows, padded length, target tokens) on a model with its adapter."""
     config = model.config
@@ -64,7 +65,7 @@ def estimate_memory(
     return MemoryEstimate(
         weights=weight_bytes(model),
         adapter=8 * trainable,
-        optimizer=8 * trainable,
+        optimizer=(2 if moments_8bit else 8) * trainable,
         activations=tokens * values * model.get_input_embeddings().weight.element_size(),  # type: ignore[operator]
         logits=targets * config.vocab_size * 12,
     )

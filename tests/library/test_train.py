@@ -489,6 +489,11 @@ def test_base_parameters_are_counted_by_shape_also_when_four_bits_hold_them(make
     assert packed.memory.weights < plain.memory.weights
 
 
+def test_8_bit_moments_are_estimated_at_a_quarter(make_recipe: MakeRecipe) -> None:
+    plain, small = (dry_run(make_recipe(optim={"name": name})).memory for name in ("adamw", "adamw_8bit"))
+    assert 4 * small.optimizer == plain.optimizer
+
+
 @pytest.mark.parametrize("batch_size", [1, 8])
 def test_the_activation_estimate_is_near_what_autograd_keeps(make_recipe: MakeRecipe, batch_size: int) -> None:
     recipe = make_recipe(train={"batch_size": batch_size})

@@ -19,6 +19,7 @@ from peftkit.errors import InputError
 from peftkit.methods import attached
 from peftkit.recipe import Recipe, Runs
 from peftkit.train import train, train_runs
+from peftkit.train.loop import accumulate_gradients
 from peftkit.train.processes import share
 
 MakeRecipe = Callable[..., Recipe]
@@ -86,6 +87,31 @@ def test_shares_of_processes_are_all_rows_once(make_recipe: MakeRecipe, sizes: l
     for figure in ("num_tokens", "num_target_tokens"):
         assert sum(getattr(b, figure) for own in shares for b in own) == sum(getattr(b, figure) for b in batches)
     assert attached(prepared.model)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_gradients_of_shares_add_up_to_that_of_the_step(make_recipe: MakeRecipe, count: int, seed: int) -> None:
+    prepared = peftkit.train.prepare.prepare(make_recipe())
+    model = prepared.model.double()
+    for parameter in prepared.parameters.values():
+        torch.nn.init.normal_(parameter, std=0.2)
+    samples = prepared.train.samples  # type: ignore[union-attr]
+    batches = [collate(samples[:5]), collate(samples[5:6])]
+    num_targets = sum(batch.num_target_tokens for batch in batches)
+
+    def gradient() -> torch.Tensor:
+        taken = torch.cat([p.grad.flatten() for p in prepared.parameters.values() if p.grad is not None])
+        model.zero_grad()
+        return taken
+
+    whole_loss = accumulate_gradients(model, batches)
+    whole = gradient()
+    loss, summed = 0.0, torch.zeros_like(whole)
+    for index in range(count):
+        loss += accumulate_gradients(model, share(batches, index, count), num_targets=num_targets)
+        summed += gradient()
+    assert loss == pytest.approx(whole_loss, rel=1e-9)
+    assert (summed - whole).norm() <= 1e-9 * whole.norm()
 
 
 def test_two_processes_train_as_one(make_recipe: MakeRecipe, tmp_path: Path) -> None:
