@@ -38,7 +38,7 @@ def test_an_added_adapter_is_ready_and_described(
     assert engine.adapters.names() == ["a", "p"]
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "../a", "a b", "ä", "a" * 129, "a\n", "a@1", "base:a"])
+@pytest.mark.parametrize("name", ["", "a/b", "../a", "a b", "ä", "a" * 129, ".", "..", "a\n", "a@1", "base:a"])
 def test_a_malformed_name_is_refused(make_engine: MakeEngine, lora_folder: Folder, seed: int, name: str) -> None:
     engine = make_engine()
     with pytest.raises(InputError, match="1 to 128") as caught:

@@ -13,6 +13,7 @@ import openai
 import pytest
 import torch
 import uvicorn
+from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -23,6 +24,7 @@ from peftkit_serve import AsyncEngine, Engine
 from peftkit_serve.http import bind, create_app, url_of
 from peftkit_serve.http.service import Service
 from peftkit_serve.http.settings import Settings
+from peftkit_serve.tenants.database import Database
 
 CONTEXT = 2048
 
@@ -137,6 +139,12 @@ class Served:
     service: Service
     engine: Engine
     """Only to look at: the server's own thread drives it."""
+    app: FastAPI
+
+    @property
+    def database(self) -> Database:
+        """The server's own."""
+        return self.app.state.database
 
     def wait_idle(self, timeout_s: float = 10.0) -> None:
         """Waits until no request is left, then asserts that all pages, slots and references are back."""
@@ -160,7 +168,7 @@ def serving(engine: Engine, served_name: str = "tiny", **settings: Any) -> Itera
         while not server.started:
             assert thread.is_alive()
             time.sleep(0.005)
-        yield Served(url_of(listener), app.state.service, engine)
+        yield Served(url_of(listener), app.state.service, engine, app)
     finally:
         server.should_exit = True
         thread.join()

@@ -19,7 +19,7 @@ from peftkit.methods import LoraConfig
 from peftkit_serve.adapters.loader import AdapterLoader, LoadedAdapter
 from peftkit_serve.adapters.pool import AdapterPool
 
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,128}")
 
 AdapterState = Literal["ready", "failed", "draining", "gone"]
 
@@ -99,7 +99,8 @@ class AdapterStore:
         """Reserves a name and starts to load; `register` or `cancel` must follow."""
         if not _NAME.fullmatch(name):
             raise InputError(
-                f"{name[:140]!r} can't be an adapter's name: use 1 to 128 letters, digits, '.', '_' and '-'",
+                f"{name[:140]!r} can't be an adapter's name: use 1 to 128 letters, digits, '.', '_' and '-', "
+                "not dots alone",
                 field="name",
             )
         with self._lock:

@@ -44,7 +44,7 @@ class Guard:
         """
         self._app = app
         self._max_body_bytes = max_body_bytes
-        self._max_upload_bytes = max(max_body_bytes, max_upload_bytes + _FORM_BYTES)
+        self._max_upload_bytes = max_upload_bytes + _FORM_BYTES
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

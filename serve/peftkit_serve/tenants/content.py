@@ -18,7 +18,7 @@ import zipfile
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from peftkit.errors import AdapterError
 
@@ -111,19 +111,14 @@ class Arrival:
 
     def check(self) -> dict[str, Any]:
         """Refuses what is too large to be read; returns what `peftkit.json` says."""
-        record: dict[str, Any] = {}
-        for path in self.folder.rglob("*"):
-            if path.suffix == ".json" and path.stat().st_size > MAX_JSON_BYTES:
-                raise TooLarge(f"{path.name} has more than {MAX_JSON_BYTES} bytes")
-            if path.suffix == ".safetensors":
+        record: object = {}
+        for path in sorted(self.folder.rglob("*")):
+            if path.suffix == ".json":
+                read = _read_json(path)
+                record = read if path == self.folder / "peftkit.json" else record
+            elif path.suffix == ".safetensors":
                 _check_header(path)
-        if (path := self.folder / "peftkit.json").is_file():
-            try:
-                read = json.loads(path.read_bytes())
-            except (ValueError, RecursionError) as error:
-                raise AdapterError("peftkit.json can't be read as JSON") from error
-            record = read if isinstance(read, dict) else {}
-        return record
+        return cast(dict[str, Any], record) if isinstance(record, dict) else {}
 
     def _take_all(self, members: Iterator[tuple[str, IO[bytes]]]) -> None:
         try:
@@ -167,6 +162,15 @@ def _tar_members(source: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
                 yield info.name.removeprefix("./"), member
             elif not info.isdir():
                 raise AdapterError(f"{info.name[:80]!r} in the archive is no plain file")
+
+
+def _read_json(path: Path) -> object:
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise TooLarge(f"{path.name} has more than {MAX_JSON_BYTES} bytes")
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise AdapterError(f"{path.name} can't be read as JSON ({type(error).__name__})") from error
 
 
 def _check_header(path: Path) -> None:
