@@ -11,25 +11,21 @@ from types import ModuleType
 import torch
 from transformers import PreTrainedModel
 
+from peftkit.merge.adapter import export_adapters, export_gguf, export_peft, named_base, transformers_name
 from peftkit.merge.equivalence import Equivalence
-from peftkit.merge.export import (
-    MergeReport,
-    Mode,
-    export_adapters,
-    export_peft,
-    merge_to_folder,
-    named_base,
-    transformers_name,
-)
+from peftkit.merge.export import Format, MergeReport, merge_to_folder
 from peftkit.merge.model import merge
+from peftkit.merge.weights import Mode
 
 __all__ = [
     "merge",
     "merge_to_folder",
     "MergeReport",
     "Mode",
+    "Format",
     "Equivalence",
     "export_adapters",
+    "export_gguf",
     "export_peft",
     "named_base",
     "transformers_name",

@@ -119,12 +119,14 @@ def lora_changes(
 def merged_weight(name: str, weight: Tensor, change: Change | None, dtype: torch.dtype) -> Tensor:
     """A fresh `weight` with what is done to it, if anything is, in `dtype`. `name` stands for it in errors.
 
-    Raises RunError when a value doesn't fit into `dtype`.
+    Raises RunError when a value doesn't fit into `dtype` or isn't finite.
     """
     full = dequantized(weight)
     if change is not None:
         full = change.applied(full)
     merged = full.to(dtype, copy=True).contiguous()
-    if dtype == torch.float16 and not torch.isfinite(merged).all():
-        raise RunError(f"{name} has values too large for float16: choose bfloat16 or float32")
+    if not torch.isfinite(merged).all():
+        if dtype == torch.float16 and torch.isfinite(full).all():
+            raise RunError(f"{name} has values too large for float16: choose bfloat16 or float32")
+        raise RunError(f"{name} has values that aren't finite: the base or the merge is broken")
     return merged

@@ -27,6 +27,9 @@ class Equivalence:
     """Mean absolute difference."""
     relative: float
     """Norm of the difference over the norm of the reference's logits."""
+    kl: float
+    """Mean over the positions of the Kullback-Leibler divergence of the model's next token from the reference's, in
+    nats."""
     greedy_agreement: float
     """Share of positions at which both models' most likely token is the same."""
     num_prompts: int
@@ -62,10 +65,12 @@ def compare(reference: Sequence[Tensor], logits: Sequence[Tensor], limit: float)
     """Compares two models' logits over the same texts, each float32 (T, V)."""
     wanted, found = torch.cat(list(reference)), torch.cat(list(logits))
     difference = (found - wanted).abs()
+    log_p, log_q = wanted.log_softmax(-1), found.log_softmax(-1)
     return Equivalence(
         max_abs=difference.max().item(),
         mean_abs=difference.mean().item(),
         relative=(difference.norm() / wanted.norm()).item(),
+        kl=(log_p.exp() * (log_p - log_q)).sum(-1).mean().item(),
         greedy_agreement=(found.argmax(-1) == wanted.argmax(-1)).float().mean().item(),
         num_prompts=len(reference),
         num_tokens=len(wanted),
@@ -73,12 +78,12 @@ def compare(reference: Sequence[Tensor], logits: Sequence[Tensor], limit: float)
     )
 
 
-def relative_limit(dtypes: Sequence[torch.dtype], num_layers: int) -> float:
+def relative_limit(eps: Sequence[torch.dtype | float], num_layers: int) -> float:
     """The largest relative logit difference that rounding explains.
 
-    `dtypes` are those that weights were cast to or arithmetic was done in. The layers' roundings are independent, so
-    that they grow as √L. Random Llamas of 30 layers cast to bfloat16 come to 0.2 to 1 times eps · √L (and updates at
-    half their scale to more than 2.4 times), so twice that is the limit.
+    `eps` are the spacings, or the types, that weights were rounded to or arithmetic was done in. The layers' roundings
+    are independent, so that they grow as √L. Random Llamas of 30 layers cast to bfloat16 come to 0.2 to 1 times
+    eps · √L (and updates at half their scale to more than 2.4 times), so twice that is the limit.
     """
-    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-    return ARITHMETIC_LIMIT + 2 * eps * math.sqrt(num_layers)
+    coarsest = max(torch.finfo(one).eps if isinstance(one, torch.dtype) else one for one in eps)
+    return ARITHMETIC_LIMIT + 2 * coarsest * math.sqrt(num_layers)

@@ -18,8 +18,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 import peftkit
 from peftkit.base import Quant, load_base, resolve_base
 from peftkit.errors import BaseModelError, InputError, RunError, UnsupportedError
-from peftkit.merge import export, export_peft, merge_to_folder, named_base, transformers_name
+from peftkit.merge import adapter as adapter_export
+from peftkit.merge import export_peft, merge_to_folder, named_base, transformers_name
+from peftkit.merge.delta import Update
 from peftkit.merge.equivalence import compare, logits_of, probe_texts, relative_limit
+from peftkit.merge.shards import ShardWriter
+from peftkit.merge.weights import BaseWeights
 from peftkit.methods import (
     AnyConfig,
     BottleneckConfig,
@@ -147,10 +151,7 @@ def test_auto_is_the_type_the_base_is_stored_in(make_adapter: MakeAdapter, tiny_
 def test_a_merge_that_computes_something_else_is_an_error_and_leaves_nothing(
     adapter: Path, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def merge_nothing(model: Any, artifact: Any, dtype: Any) -> Any:
-        return AutoModelForCausalLM.from_pretrained(tiny_base)
-
-    monkeypatch.setattr(export, "merge_artifact", merge_nothing)
+    monkeypatch.setattr(Update, "applied", lambda self, weight: weight)
     with pytest.raises(RunError, match="of their size away from those of base and adapter"):
         merge_to_folder(adapter, tmp_path / "out", tiny_base)
     assert left_in(tmp_path) == {"adapter"}
@@ -184,11 +185,10 @@ def test_an_empty_target_folder_is_filled(adapter: Path, tiny_base: Path, tmp_pa
 def test_a_disk_that_fills_up_leaves_nothing(
     fault: Exception, adapter: Path, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def save_half(self: Any, folder: Path, **_: Any) -> None:
-        (folder / "model.safetensors").write_bytes(b"half")
+    def write_half(self: Any, name: str, tensor: Any) -> None:
         raise fault
 
-    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", save_half)
+    monkeypatch.setattr(ShardWriter, "_write", write_half)
     with pytest.raises(RunError, match="no room on the disk"):
         merge_to_folder(adapter, tmp_path / "out", tiny_base)
     assert left_in(tmp_path) == {"adapter"}
@@ -199,7 +199,7 @@ def test_room_is_checked_before_anything_is_loaded(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    monkeypatch.setattr(export, "load_base", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(BaseWeights, "read", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(RunError, match=r"no room for .*out: 0\.07 GB are needed and 0\.00 GB are free"):
         merge_to_folder(adapter, tmp_path / "out", tiny_base)
     assert left_in(tmp_path) == {"adapter"}
@@ -209,7 +209,7 @@ def test_prompt_tuning_is_refused_before_anything_is_loaded(
     make_adapter: MakeAdapter, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = make_adapter(PromptTuningConfig(num_virtual_tokens=2))
-    monkeypatch.setattr(export, "load_base", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(BaseWeights, "read", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(UnsupportedError, match="serve it unmerged"):
         merge_to_folder(adapter, tmp_path / "out", tiny_base)
 
@@ -258,7 +258,7 @@ def test_peft_loads_the_exported_folder_and_gives_the_same_logits(
 ) -> None:
     adapter = make_adapter(CONFIGS[name])
     exported = export_peft(adapter, tmp_path / "out", base_name=str(tiny_base))
-    assert left_in(tmp_path / "out") == {"adapter_config.json", "adapter_model.safetensors"}
+    assert left_in(tmp_path / "out") == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
     assert exported.uid == json.loads((adapter / "peftkit.json").read_text())["uid"]
     model, _ = load_base(tiny_base)
     ids = torch.randint(3, 259, (2, 20))
@@ -290,7 +290,7 @@ def test_an_export_that_fails_leaves_nothing(adapter: Path, tmp_path: Path, monk
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(export.safetensors.torch, "save_file", full)
+    monkeypatch.setattr(adapter_export.safetensors.torch, "save_file", full)
     with pytest.raises(RunError, match="no room on the disk"):
         export_peft(adapter, tmp_path / "out")
     assert left_in(tmp_path) == {"adapter"}
