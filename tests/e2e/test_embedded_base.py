@@ -2,16 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from peftkit import resources
 from peftkit.artifact import load_adapter, read_adapter
 from peftkit.base import load_base, resolve_base
-from peftkit.methods import attached, detach
+from peftkit.methods import LoraConfig, attach, attached, detach
 from peftkit.recipe import load_recipe
 from peftkit.train import train
 from peftkit_serve import Engine, Request, SamplingParams
@@ -88,3 +89,22 @@ def test_the_engines_base_computes_what_transformers_computes() -> None:
     engine = Engine(base, num_pages=64)
     (output,) = engine.generate([Request(prompt=prompt, sampling=SamplingParams(max_tokens=12, temperature=0))])
     assert list(output.token_ids) == expected
+
+
+@pytest.mark.parametrize("init", ["pissa", "loftq"])
+def test_a_start_from_the_weights_has_nearly_the_loss_of_the_base(init: Literal["pissa", "loftq"]) -> None:
+    lines = resources.find("example:address/test.jsonl").read_text(encoding="utf-8").splitlines()[:8]
+    rows = [row["prompt"] + row["completion"] for row in map(json.loads, lines)]
+
+    def loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
+        ids = [tokenizer(row, return_tensors="pt").input_ids for row in rows]
+        with torch.no_grad():
+            return sum(model(input_ids=one, labels=one).loss.item() for one in ids) / len(ids)
+
+    model, tokenizer = load_base("smollm2-135m", quant="nf4")
+    quantised = loss(model, tokenizer)
+    started = loss(attach(model, LoraConfig(init=init), seed=0), tokenizer)
+    if init == "pissa":
+        assert started == pytest.approx(quantised, rel=1e-2)
+    else:  # it makes up for some of what rounding cost
+        assert loss(*load_base("smollm2-135m")) < started < quantised
