@@ -52,11 +52,12 @@ def command(
     from peftkit_serve import AsyncEngine, Engine
     from peftkit_serve.http import Settings, bind, create_app, is_loopback, serve, url_of, write_json_lines
     from peftkit_serve.http.access import Caller
+    from peftkit_serve.tenants.fair_share import FairShare
     from peftkit_serve.tenants.places import database_of, has_tenants, store_of
 
     database = database_of(db, store)
     with bind(host, port, any_client=no_auth or has_tenants(database)) as listener:
-        engine = Engine(base, quant=quant, deterministic=deterministic)
+        engine = Engine(base, quant=quant, deterministic=deterministic, policy=FairShare())
         served_name = name_of(engine.base)
         _add_named(engine, served_name, named)
         local = is_loopback(listener)

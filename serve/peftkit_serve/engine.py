@@ -27,7 +27,7 @@ from peftkit_serve.pages import PageAllocator
 from peftkit_serve.plan import StepPlan, StepResult
 from peftkit_serve.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from peftkit_serve.runner import Runner
-from peftkit_serve.scheduler import Scheduler
+from peftkit_serve.scheduler import Policy, Scheduler
 from peftkit_serve.scheduler import Sequence as Live
 
 logger = logging.getLogger(__name__)
@@ -84,6 +84,7 @@ class Engine:
         num_pages: int | None = None,
         adapter_bytes: int | None = None,
         deterministic: bool = False,
+        policy: Policy | None = None,
     ) -> None:
         """
         base: what `resolve_base` takes, or what it returned.
@@ -93,6 +94,8 @@ class Engine:
         num_pages: KV memory in pages of 16 tokens; None takes what the device's memory leaves.
         adapter_bytes: memory of these adapters on the device; None takes room for `max_adapters` LoRAs of rank 64.
         deterministic: a request's tokens don't depend on what else is in its batch, at some cost in speed.
+
+        policy: whose turn it is among waiting requests; None for the order of arrival.
 
         Raises BaseModelError for a base that can't be served, InputError for a bad number, RunError when the device
         has too little memory.
@@ -122,7 +125,11 @@ class Engine:
             num_slots=max_adapters,
         )
         self._scheduler = Scheduler(
-            self._pages, self._pool, max_tokens_per_step=max_tokens_per_step, max_requests=max_requests
+            self._pages,
+            self._pool,
+            max_tokens_per_step=max_tokens_per_step,
+            max_requests=max_requests,
+            policy=policy,
         )
         loader = AdapterLoader(
             self.base,

@@ -6,11 +6,12 @@ budget of tokens: to running sequences first, then to waiting ones in order of a
 
     waiting ──admit: pages for all known tokens, adapter pinned──▶ running ──finish──▶ gone
        ▲                                                              │
-       └──────── preempt: the latest arrival, when pages run out ─────┘
+       └──────── preempt: one the policy chooses, when pages run out ─┘
 """
 
 from bisect import insort
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -64,6 +65,57 @@ class AdapterLeases(Protocol):
         ...
 
 
+class Policy(Protocol):
+    """Whose turn it is. The scheduler asks it; pages, slots and the token budget stay the scheduler's."""
+
+    def joined(self, sequence: "Sequence") -> None:
+        """A request was queued."""
+        ...
+
+    def left(self, sequence: "Sequence") -> None:
+        """It has ended."""
+        ...
+
+    def served(self, sequence: "Sequence", num_prompt: int, num_generated: int) -> None:
+        """Tokens of it were computed for the first time."""
+        ...
+
+    def order(self, waiting: "Iterable[Sequence]") -> "Iterator[Sequence]":
+        """The waiting ones, the next one first."""
+        ...
+
+    def victim(
+        self, running: "Iterable[Sequence]", waiting: "Iterable[Sequence]", max_requests: int
+    ) -> "Sequence | None":
+        """A running one that should wait again, for the sake of the next waiting one, if that can't be placed."""
+        ...
+
+    def sacrifice(self, candidates: "Items[Sequence]", running: "Iterable[Sequence]") -> "Sequence":
+        """Which of these running ones, in order of arrival, waits again when pages run out."""
+        ...
+
+
+class ArrivalOrder:
+    """First come, first served."""
+
+    def joined(self, sequence: "Sequence") -> None: ...
+
+    def left(self, sequence: "Sequence") -> None: ...
+
+    def served(self, sequence: "Sequence", num_prompt: int, num_generated: int) -> None: ...
+
+    def order(self, waiting: "Iterable[Sequence]") -> "Iterator[Sequence]":
+        return iter(waiting)
+
+    def victim(
+        self, running: "Iterable[Sequence]", waiting: "Iterable[Sequence]", max_requests: int
+    ) -> "Sequence | None":
+        return None
+
+    def sacrifice(self, candidates: "Items[Sequence]", running: "Iterable[Sequence]") -> "Sequence":
+        return candidates[-1]
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One request on its way: its tokens, how far they are computed, and what it holds."""
@@ -85,6 +137,8 @@ class Sequence:
     arrival: int = -1
     num_computed: int = 0
     """Tokens of `token_ids` whose keys and values are in the pages."""
+    num_charged: int = 0
+    """Tokens of the prompt that were computed at least once."""
     num_scored: int = 0
     """Prompt tokens after the first whose log-probabilities were asked for and computed."""
     num_bypassed: int = 0
@@ -135,11 +189,13 @@ class Scheduler:
         max_tokens_per_step: int,
         max_requests: int,
         max_bypass: int = 32,
+        policy: Policy | None = None,
     ) -> None:
         """
         max_tokens_per_step: token budget of a step; at least `max_requests`, so that every running sequence advances.
         max_requests: most sequences running at a time.
-        max_bypass: how many later arrivals may be admitted before one whose adapter is not ready.
+        max_bypass: how many later ones may be admitted before one whose adapter is not ready.
+        policy: which waiting one is next; None for the order of arrival.
         """
         if max_tokens_per_step < max_requests:
             raise InputError(
@@ -151,6 +207,7 @@ class Scheduler:
         self._max_tokens = max_tokens_per_step
         self._max_requests = max_requests
         self._max_bypass = max_bypass
+        self._policy: Policy = policy or ArrivalOrder()
         self._sequences: dict[str, Sequence] = {}
         self._running: list[Sequence] = []  # both by arrival
         self._waiting: list[Sequence] = []
@@ -197,9 +254,11 @@ class Scheduler:
         self._num_arrivals += 1
         self._sequences[sequence.request_id] = sequence
         self._waiting.append(sequence)
+        self._policy.joined(sequence)
 
     def schedule(self) -> StepPlan:
         """Plans a step. The plan's chunks never pass the token budget and always stand in pages of their own."""
+        self._yield_places()
         chunks: list[Chunk] = []
         copies: list[tuple[int, int]] = []
         budget = self._max_tokens
@@ -207,8 +266,8 @@ class Scheduler:
         position = 0
         while position < len(self._running):
             sequence = self._running[position]
-            if not self._grow(sequence):
-                break
+            if not self._grow(sequence, position):
+                continue
             position += 1
             reserved = len(self._running) - position  # a token for each one behind: a long prompt stalls nobody
             num_missing = len(sequence.token_ids) - sequence.num_computed
@@ -229,9 +288,14 @@ class Scheduler:
             sequence = self._sequences[chunk.request_id]
             sequence.num_computed += len(chunk.token_ids)
             sequence.num_scored += len(chunk.targets)
+            known = min(sequence.num_computed, sequence.num_prompt)
+            num_new, sequence.num_charged = known - sequence.num_charged, max(known, sequence.num_charged)
             if chunk.sample is not None and (token_id := result.tokens[chunk.request_id]) >= 0:
                 sequence.token_ids.append(token_id)
                 drawn.append(sequence)
+                self._policy.served(sequence, max(0, num_new), 1)
+            elif num_new > 0:
+                self._policy.served(sequence, num_new, 0)
         return drawn
 
     def take_rejected(self) -> list[tuple[Sequence, AdapterError]]:
@@ -249,6 +313,7 @@ class Scheduler:
             self._waiting.remove(sequence)
         if sequence.uid is not None:
             self._adapters.release(sequence.uid)
+        self._policy.left(sequence)
 
     def check_integrity(self) -> Counter[int]:
         """Asserts the queues' invariants; returns how many of the sequences hold each page."""
@@ -267,15 +332,15 @@ class Scheduler:
             assert sequence.residence is None and not sequence.table and sequence.num_computed == 0
         return held
 
-    def _grow(self, sequence: Sequence) -> bool:
+    def _grow(self, sequence: Sequence, position: int) -> bool:
         """Takes the pages that a running sequence's known tokens need; False when it had to be preempted itself."""
         num_missing = pages_for(sequence.num_positions) - len(sequence.table)
         while self._pages.num_free < num_missing:
             if self._adapters.reclaim(num_missing - self._pages.num_free, None):
                 continue
-            latest = self._running[-1]
-            self._preempt(latest)
-            if latest is sequence:
+            victim = self._policy.sacrifice(self._running[position:], self._running)  # those before are planned
+            self._preempt(victim)
+            if victim is sequence:
                 return False
         sequence.table += self._pages.take(num_missing)
         return True
@@ -297,28 +362,38 @@ class Scheduler:
         if sequence.uid is not None:
             self._adapters.unpin(sequence.uid)
 
+    def _yield_places(self) -> None:
+        """Lets the policy take places and pages from some for the next one that waits, while it can't be placed."""
+        while self._waiting:
+            victim = self._policy.victim(self._running, self._waiting, self._max_requests)
+            if victim is None:
+                return
+            following = next(iter(self._policy.order(self._waiting)))
+            if len(self._running) < self._max_requests and self._has_pages(following):
+                return
+            self._preempt(victim)
+
     def _admit(self, budget: int, chunks: list[Chunk], copies: list[tuple[int, int]]) -> None:
-        """Admits waiting sequences by arrival while budget, places and pages last.
+        """Admits waiting sequences in the policy's order while budget, places and pages last.
 
         One whose adapter is not ready is passed over, by at most `max_bypass` later ones; one that lacks pages is
         never passed over, or a long prompt would wait for ever.
         """
         passed: list[Sequence] = []
         unready: set[str | None] = set()
-        position = 0
-        while budget > 0 and position < len(self._waiting) and len(self._running) < self._max_requests:
+        if budget <= 0 or not self._waiting or len(self._running) >= self._max_requests:
+            return
+        for sequence in self._policy.order(tuple(self._waiting)):
             if len(passed) == self._max_bypass or any(one.num_bypassed >= self._max_bypass for one in passed):
                 break
-            sequence = self._waiting[position]
             outcome = "unready" if sequence.uid in unready else self._place(sequence, copies)
             if outcome == "short":
                 break
             if outcome == "unready":
                 unready.add(sequence.uid)
                 passed.append(sequence)
-                position += 1
                 continue
-            del self._waiting[position]
+            self._waiting.remove(sequence)
             if outcome == "rejected":
                 continue
             for one in passed:
@@ -327,20 +402,14 @@ class Scheduler:
             num_tokens = min(len(sequence.token_ids), budget)
             chunks.append(sequence.chunk(num_tokens))
             budget -= num_tokens
+            if budget <= 0 or len(self._running) >= self._max_requests:
+                break
 
     def _place(
         self, sequence: Sequence, copies: list[tuple[int, int]]
     ) -> Literal["placed", "short", "unready", "rejected"]:
-        """Pins a waiting sequence's adapter and takes pages for all its known tokens, or takes nothing.
-
-        One page for each running sequence stays free, so that admitting this one does not at once preempt another.
-        """
-        num_own = pages_behind(sequence.num_virtual, sequence.num_positions)
-        num_needed = num_own + len(self._running)
-        if sequence.uid is not None:
-            num_needed += self._adapters.num_pages_to_pin(sequence.uid)
-        num_missing = num_needed - self._pages.num_free
-        if num_missing > 0 and not self._adapters.reclaim(num_missing, sequence.uid):
+        """Pins a waiting sequence's adapter and takes pages for all its known tokens, or takes nothing."""
+        if not self._has_pages(sequence):
             return "short"
         residence: Residence | None = Residence()
         if sequence.uid is not None:
@@ -356,3 +425,14 @@ class Scheduler:
         sequence.table, to_copy = self._pages.fork(residence.prefix, sequence.num_positions)
         copies.extend(to_copy)
         return "placed"
+
+    def _has_pages(self, sequence: Sequence) -> bool:
+        """Whether the pages that a waiting sequence needs are free, or could be made so.
+
+        One page for each running sequence stays free, so that admitting this one does not at once preempt another.
+        """
+        num_needed = pages_behind(sequence.num_virtual, sequence.num_positions) + len(self._running)
+        if sequence.uid is not None:
+            num_needed += self._adapters.num_pages_to_pin(sequence.uid)
+        num_missing = num_needed - self._pages.num_free
+        return num_missing <= 0 or self._adapters.reclaim(num_missing, sequence.uid)

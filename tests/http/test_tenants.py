@@ -194,7 +194,9 @@ def test_quotas_of_adapters_are_413_and_names_in_use_409(office: Office, adapter
     assert office.upload("b", adapter_folders["blue"], "acme").status_code == 413
     again = office.http.post("/v1/tenants", json={"name": "acme"})
     assert again.status_code == 409 and again.json()["error"]["code"] == "name_taken"
-    for body, param in (({"name": ".."}, "name"), ({"name": "a/b"}, "name"), ({"name": "x", "limits": {"weight": 0}}, "limits.weight")):  # fmt: skip
+    weightless = {"name": "x", "limits": {"weight": 0}}
+    wrong = [({"name": ".."}, "name"), ({"name": "a/b"}, "name"), (weightless, "limits.weight")]
+    for body, param in wrong:
         bad = office.http.post("/v1/tenants", json=body)
         assert bad.status_code == 400 and bad.json()["error"]["param"] == param
     bad = office.http.patch("/v1/tenants/acme", json={"limits": {"speed": 1}})
