@@ -12,6 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from peftkit.merge.adapter import export_adapters, export_gguf, export_peft, named_base, transformers_name
+from peftkit.merge.compose import Composition, Method, Weight, compose, compose_to_folder
+from peftkit.merge.diff import ModuleDiff, by_layer, diff
 from peftkit.merge.equivalence import Equivalence
 from peftkit.merge.export import Format, MergeReport, merge_to_folder
 from peftkit.merge.model import merge
@@ -20,6 +22,14 @@ from peftkit.merge.weights import Mode
 __all__ = [
     "merge",
     "merge_to_folder",
+    "compose",
+    "compose_to_folder",
+    "Composition",
+    "Method",
+    "Weight",
+    "diff",
+    "by_layer",
+    "ModuleDiff",
     "MergeReport",
     "Mode",
     "Format",
@@ -34,9 +44,15 @@ __all__ = [
 
 class _Callable(ModuleType):
     def __call__(
-        self, model: PreTrainedModel, adapters: Sequence[str | Path], *, dtype: str | torch.dtype = "auto"
+        self,
+        model: PreTrainedModel,
+        adapters: Sequence[str | Path],
+        *,
+        dtype: str | torch.dtype = "auto",
+        weights: Sequence[Weight] | None = None,
+        method: Method = "exact",
     ) -> PreTrainedModel:
-        return merge(model, adapters, dtype=dtype)
+        return merge(model, adapters, dtype=dtype, weights=weights, method=method)
 
 
 sys.modules[__name__].__class__ = _Callable

@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 
 from peftkit.artifact import Artifact, read_adapter
 from peftkit.base import auto_dtype
-from peftkit.errors import InputError, UnsupportedError
+from peftkit.errors import UnsupportedError
+from peftkit.merge.compose import Method, Weight, compose
 from peftkit.merge.delta import Change, lora_changes, merged_weight
 from peftkit.methods import BottleneckConfig, LoraConfig, attached
 from peftkit.methods.lora import EMBEDDING, HEAD, is_tied
@@ -20,21 +21,29 @@ _EMBEDDING, _HEAD = f"{EMBEDDING}.weight", f"{HEAD}.weight"
 
 
 def merge(
-    model: PreTrainedModel, adapters: Sequence[str | Path], *, dtype: str | torch.dtype = "auto"
+    model: PreTrainedModel,
+    adapters: Sequence[str | Path],
+    *,
+    dtype: str | torch.dtype = "auto",
+    weights: Sequence[Weight] | None = None,
+    method: Method = "exact",
 ) -> PreTrainedModel:
-    """Merges an adapter folder into a copy of `model` and returns the copy: a plain transformers model in eval mode.
+    """Merges adapter folders into a copy of `model` and returns the copy: a plain transformers model in eval mode.
+
+    Several adapters are composed first, by `method` and with `weights` (1 unless given), as `compose` does.
 
     `model` is a base from `load_base`; it is left as it is, and adapters attached to it take no part. An NF4 base comes
     out dequantised. `dtype` is that of the result; "auto" is that of the weights which aren't quantised.
-    Raises InputError unless there is exactly one adapter, AdapterError or its children when it doesn't fit the base,
+    Raises InputError when no adapter is given, AdapterError or its children when it doesn't fit the base,
     UnsupportedError for a method that can't be put into weights.
     """
     if isinstance(adapters, str | Path):
         adapters = [adapters]
-    if len(adapters) != 1:
-        raise InputError(f"{len(adapters)} adapters are given: one is merged at a time", field="adapters")
-    artifact = read_adapter(adapters[0], base=getattr(model, "peftkit_base", None), config=model.config)
-    return merge_artifact(model, artifact, dtype)
+    base = getattr(model, "peftkit_base", None)
+    artifacts = [read_adapter(adapter, base=base, config=model.config) for adapter in adapters]
+    for artifact in artifacts:
+        mergeable(artifact)
+    return merge_artifact(model, compose(artifacts, weights, method=method).artifact, dtype)
 
 
 def merge_artifact(model: PreTrainedModel, artifact: Artifact, dtype: str | torch.dtype) -> PreTrainedModel:

@@ -191,12 +191,20 @@ def test_attached_adapters_take_no_part_and_stay(base: Path, make_adapter: MakeA
     assert len(attached(model)) == 2
 
 
-def test_other_than_one_adapter_is_refused(base: Path, make_adapter: MakeAdapter) -> None:
+def test_several_adapters_are_composed_into_one_merge(base: Path, make_adapter: MakeAdapter) -> None:
     model, _ = load_base(base)
-    adapter = make_adapter(PLAIN)
-    for adapters in ([], [adapter, adapter]):
-        with pytest.raises(InputError, match=f"{len(adapters)} adapters are given: one is merged at a time"):
-            peftkit.merge(model, adapters)
+    adapters = [make_adapter(PLAIN, name="a"), make_adapter(RSLORA, name="b")]
+    merged = peftkit.merge(model, adapters, weights=[0.5, -2])
+    artifacts = [read_adapter(adapter) for adapter in adapters]
+    path = "model.layers.0.self_attn.q_proj"
+    updates = [manual_update(one, path, scale) for one, scale in zip(artifacts, (2.0, 8 / 4**0.5), strict=True)]
+    wanted = model.get_submodule(path).weight + 0.5 * updates[0] - 2 * updates[1]
+    torch.testing.assert_close(merged.get_submodule(path).weight.data, wanted, rtol=0, atol=1e-5)
+
+
+def test_no_adapter_is_refused(base: Path) -> None:
+    with pytest.raises(InputError, match="no adapters are given"):
+        peftkit.merge(load_base(base)[0], [])
 
 
 @pytest.mark.parametrize(
