@@ -9,7 +9,7 @@ from peftkit_kernels import checks, grouped, reference
 from peftkit_kernels.dispatch import dispatched
 from peftkit_kernels.grouped import BOTTLENECK_INPUTS, NON_LINEARITIES
 from peftkit_kernels.reference import pack_linear
-from peftkit_kernels.segments import Segments, sort_by_slot
+from peftkit_kernels.segments import MAX_RANK, Segments, max_width, sort_by_slot
 
 embedding = dispatched(checks.embedding)(reference.embedding)
 linear = dispatched(checks.linear)(reference.linear)
@@ -41,7 +41,9 @@ __all__ = [
     "copy_pages",
     "sample",
     "BOTTLENECK_INPUTS",
+    "MAX_RANK",
     "NON_LINEARITIES",
     "Segments",
+    "max_width",
     "sort_by_slot",
 ]

@@ -5,6 +5,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+MAX_RANK = 512
+"""Largest rank of `grouped_lora`: on a GPU ranks are read there alone, and memory is laid out for this one."""
+
+
+def max_width(hidden: int) -> int:
+    """Largest width of `grouped_bottleneck` at a hidden size, for the same reason."""
+    return max(-(-hidden // 64) * 64, MAX_RANK)
+
 
 @dataclass(frozen=True, slots=True)
 class Segments:

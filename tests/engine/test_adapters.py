@@ -38,6 +38,17 @@ def test_an_added_adapter_is_ready_and_described(
     assert engine.adapters.names() == ["a", "p"]
 
 
+def test_ranks_and_widths_that_the_kernels_have_no_room_for_are_refused(
+    make_engine: MakeEngine, lora_folder: Folder, bottleneck_folder: Folder, seed: int
+) -> None:
+    engine = make_engine()
+    with pytest.raises(AdapterError, match="rank 513, ranks up to 512"):
+        engine.adapters.add("a", lora_folder(seed, rank_pattern={"q_proj": 513}))
+    with pytest.raises(AdapterError, match="bottleneck of 513, sizes up to 512"):
+        engine.adapters.add("a", bottleneck_folder(seed, bottleneck_size=513))
+    assert engine.adapters.names() == []
+
+
 @pytest.mark.parametrize("name", ["", "a/b", "../a", "a b", "ä", "a" * 129, ".", "..", "a\n", "a@1", "base:a"])
 def test_a_malformed_name_is_refused(make_engine: MakeEngine, lora_folder: Folder, seed: int, name: str) -> None:
     engine = make_engine()

@@ -176,6 +176,13 @@ def test_many_rows_in_large_tiles(seed: int, interpreted: ModuleType) -> None:
         check(make_case([(1, 70), (0, 3)], [(8, (1, 0, 1)), (40, (0, 3, 0))], 80), interpreted)
 
 
+@pytest.mark.parametrize("aligned", [False, True])
+def test_no_more_rows_than_segments(seed: int, interpreted: ModuleType, aligned: bool) -> None:
+    adapters = [(40, (0, 1, 1)), (0, (0, 0, 0)), (1, (2, 3, 0)), (17, (1, 0, 1))]
+    for counts in ([(0, 1), (3, 1)], [(0, 1), (1, 0), (1, 1), (2, 0), (3, 3), (2, 1), (0, 0)]):
+        check(make_case(counts, adapters, 48, aligned=aligned), interpreted)
+
+
 def test_padded_tails_and_tables_without_rows_change_nothing(seed: int, interpreted: ModuleType) -> None:
     case = make_case([(0, 5)], [(4, (0, 0, 0)), (6, (1, 1, 1))], 32)
     check(case.with_segments([(0, 2), (1, 1), (0, 0), (1, 0)]), interpreted)

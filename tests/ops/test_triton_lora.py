@@ -172,6 +172,15 @@ def test_a_share_of_several_steps(seed: int, interpreted: ModuleType) -> None:
         check(make_case([(0, 17), (1, 1)], [[4, 40]], 100, (40,)), interpreted)
 
 
+@pytest.mark.parametrize("aligned", [False, True])
+def test_no_more_rows_than_segments(seed: int, interpreted: ModuleType, aligned: bool) -> None:
+    ranks = [[1, 0, 40, 8], [16, 0, 5, 0], [0, 3, 20, 1]]
+    lone, each = [(2, 1), (0, 1)], [(0, 1), (1, 0), (1, 3), (2, 1), (3, 0), (3, 2), (0, 0)]
+    assert [interpreted.CONFIGS[kind, 90].expand_rows for kind in ("one", "each")] == [1, 1]
+    for counts in (lone, each):
+        check(make_case(counts, ranks, 64, (48, 16, 24), aligned=aligned), interpreted)
+
+
 def test_padded_tails_and_tables_without_rows_change_nothing(seed: int, interpreted: ModuleType) -> None:
     case = make_case([(0, 5)], [[4, 4]], 32, (16,))
     check(case.with_segments([(0, 2), (1, 1), *[(0, 0)] * 130]), interpreted)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, suppress
+from importlib.util import find_spec
 from multiprocessing import get_context
 from typing import Any
 
@@ -16,8 +17,12 @@ from peftkit_bench.kernels.case import Case, NotInstalled
 
 WORKERS = max(1, min(12, (os.cpu_count() or 2) - 2))
 
-FAULTS = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, KeyError, ImportError)
-"""What a kernel that doesn't run raises; torch's and Triton's own errors are RuntimeErrors."""
+FAULTS: tuple[type[Exception], ...] = (
+    RuntimeError, ValueError, TypeError, AttributeError, AssertionError, KeyError, ImportError,
+)  # fmt: skip
+"""What a kernel that doesn't run raises."""
+if find_spec("triton") is not None:  # its errors, too much shared memory among them, are no RuntimeErrors
+    FAULTS += (importlib.import_module("triton.errors").TritonError,)
 
 
 def pool() -> ProcessPoolExecutor:

@@ -8,6 +8,7 @@ Bound by memory: both matrices of the distinct adapters at few rows, y at many. 
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import get_args
 
 import torch
 import triton
@@ -15,26 +16,25 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from peftkit_kernels.segments import max_width
 from peftkit_kernels.triton.compile import Specimen
 from peftkit_kernels.triton.segmented import (
     CONFIGS,
     Config,
     Kind,
+    add_expanded,
     add_shares,
+    add_shrunk,
     candidates,
     capability_of,
     cuts_of,
     locate,
     override,
+    tiles_of,
 )
 from peftkit_kernels.triton.segmented import config as _config
 
-__all__ = ["CONFIGS", "candidates", "grouped_bottleneck", "max_width", "override", "specimens"]
-
-
-def max_width(hidden: int) -> int:
-    """Largest width: the memory between the two kernels has room for it, whatever the widths in the table."""
-    return max(triton.cdiv(hidden, 64) * 64, 512)
+__all__ = ["CONFIGS", "candidates", "grouped_bottleneck", "override", "specimens"]
 
 
 def grouped_bottleneck(
@@ -66,12 +66,12 @@ def grouped_bottleneck(
     pdl = capability_of(y_TH.device) >= 90
     launch = {"launch_pdl": True} if pdl else {}
     sizes = (num_rows, num_segments, hidden, room)
-    _down[(num_rows // cuts.shrink_rows + num_segments, shares)](
+    _down[(tiles_of(num_rows, num_segments, cuts.shrink_rows), shares)](
         y_TH, residual_TH, weights, *rows, offset_S, width_S, form_S3, inner, *sizes, y_TH.stride(0),
         residual_TH.stride(0), **_down_constants(cuts, hidden, pdl),
         num_warps=cuts.shrink_warps, num_stages=cuts.shrink_stages,
     )  # fmt: skip
-    _up[(num_rows // cuts.expand_rows + num_segments, triton.cdiv(hidden, cuts.block_n))](
+    _up[(tiles_of(num_rows, num_segments, cuts.expand_rows), triton.cdiv(hidden, cuts.block_n))](
         y_TH, weights, *rows, *tables, inner, *sizes, y_TH.stride(0), **_up_constants(cuts, shares, pdl),
         num_warps=cuts.expand_warps, num_stages=cuts.expand_stages, **launch,
     )  # fmt: skip
@@ -87,20 +87,16 @@ def _down(
     """One share of the features of one tile: inner (SHARES, X, room)."""
     if PDL:
         gdc_launch_dependents()
-    segment, first, count = locate(start, tl.program_id(0), num_rows, num_segments, BLOCK_M)
-    if count <= 0:
-        return
-    s = tl.load(slot + segment)
-    b = tl.load(width + s)
-    if b == 0:
-        return
-    at = tl.load(offset + s)
+    s, first, count = locate(start, slot, tl.program_id(0), num_rows, num_segments, BLOCK_M)
     m = tl.arange(0, BLOCK_M)
     live = m < count
     rows = tl.load(row + first + m, mask=live, other=0)
+    b, at = tl.load(width + s), tl.load(offset + s)
+    source, normed = tl.load(form + 3 * s), tl.load(form + 3 * s + 2)
+    if (count <= 0) | (b == 0):  # behind the loads, so that none waits for another
+        return
     y += rows[:, None] * y_stride
     residual += rows[:, None] * residual_stride
-    source, normed = tl.load(form + 3 * s), tl.load(form + 3 * s + 2)
     live_y = (m < tl.where(source != 2, count, 0))[:, None]
     live_residual = (m < tl.where(source != 0, count, 0))[:, None]
     mean, inverse = tl.zeros((BLOCK_M,), tl.float32), tl.full((BLOCK_M,), 1.0, tl.float32)
@@ -138,7 +134,7 @@ def _product(
         x_MK = (x_MK - mean[:, None]) * inverse[:, None] * gain[None, :] + shift[None, :]
         at = weights + (r0 + r).to(tl.int64)[:, None] * hidden + kk[None, :]
         down_RK = tl.load(at, mask=wanted[:, None] & inside[None, :], other=0.0)
-        acc = tl.dot(x_MK.to(down_RK.dtype), down_RK.T, acc, input_precision="ieee")
+        acc = add_shrunk(acc, x_MK.to(down_RK.dtype), down_RK, BLOCK_M)
         if i % STEPS == STEPS - 1:
             whole = (r0 + r) // 16 < tl.cdiv(width, 16)  # zeros up to a multiple of 16, which `_up` reads
             tl.store(into + (r0 + r)[None, :], acc, mask=live[:, None] & whole[None, :])
@@ -176,17 +172,15 @@ def _up(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N columns of one tile. What doesn't come from `_down` is loaded before the wait."""
-    segment, first, count = locate(start, tl.program_id(0), num_rows, num_segments, BLOCK_M)
-    s = tl.load(slot + segment)
-    b = tl.load(width + s)
+    s, first, count = locate(start, slot, tl.program_id(0), num_rows, num_segments, BLOCK_M)
+    b, at, weight = tl.load(width + s), tl.load(offset + s), tl.load(scale + s)
+    function, normed = tl.load(form + 3 * s + 1), tl.load(form + 3 * s + 2)
+    m = tl.arange(0, BLOCK_M)
+    rows = tl.load(row + first + m, mask=m < count, other=0)
     if (count <= 0) | (b == 0):
         if PDL:
             gdc_wait()  # so that the end of this launch is the end of both
         return
-    at = tl.load(offset + s)
-    weight, function, normed = tl.load(scale + s), tl.load(form + 3 * s + 1), tl.load(form + 3 * s + 2)
-    m = tl.arange(0, BLOCK_M)
-    rows = tl.load(row + first + m, mask=m < count, other=0)
     y += rows[None, :] * y_stride
     inner += first.to(tl.int64) * room
     n0 = tl.program_id(1) * BLOCK_N
@@ -215,20 +209,25 @@ def _update(
     inside = n < hidden
     mask = inside[:, None] & (tl.arange(0, BLOCK_M) < count)[None, :]
     up = weights + width.to(tl.int64) * hidden
+    up_RN = _up_rows(up, r, n, width, hidden)
     value = tl.load(y + n[:, None], mask=mask, other=0.0)
     bias = tl.load(up + width.to(tl.int64) * hidden + n, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for r0 in range(0, width, BLOCK_R):
-        wanted = r0 + r < width
-        at = up + (r0 + r).to(tl.int64)[:, None] * hidden + n[None, :]
-        up_RN = tl.load(at, mask=wanted[:, None] & inside[None, :], other=0.0)
         h_RM = add_shares(inner, count, width, r0, room, share_stride, SHARES, PADDED, BLOCK_M, BLOCK_R)
-        h_RM += tl.load(down_bias + r0 + r, mask=wanted, other=0.0).to(tl.float32)[:, None]
-        acc = tl.dot(up_RN.T, _activated(h_RM, function).to(up_RN.dtype), acc, input_precision="ieee")
+        shift = tl.load(down_bias + r0 + r, mask=r0 + r < width, other=0.0).to(tl.float32)
+        acc = add_expanded(acc, up_RN, _activated(h_RM + shift[:, None], function), BLOCK_M)
+        up_RN = _up_rows(up, r0 + BLOCK_R + r, n, width, hidden)
     total = value.to(tl.float32) + scale * (acc + bias[:, None])
     tl.store(y + n[:, None], total.to(value.dtype), mask=mask)
+
+
+@triton.jit
+def _up_rows(up, r, n, width, hidden):
+    at = up + r.to(tl.int64)[:, None] * hidden + n[None, :]
+    return tl.load(at, mask=(r < width)[:, None] & (n < hidden)[None, :], other=0.0)
 
 
 @triton.jit
@@ -248,8 +247,8 @@ def _activated(x, function):
 
 
 def _narrow(cuts: Config) -> Config:
-    """Cuts of `_down`, whose input goes through registers."""
-    return replace(cuts, block_k=min(cuts.block_k, 256))
+    """Cuts of `_down`, whose input goes through registers, and of `_up`, whose widths are larger than LoRA's ranks."""
+    return replace(cuts, block_k=min(cuts.block_k, 256 if cuts.shrink_rows > 1 else 512))
 
 
 def _down_constants(cuts: Config, hidden: int, pdl: bool) -> dict[str, int | bool]:
@@ -264,7 +263,7 @@ def _up_constants(cuts: Config, shares: int, pdl: bool) -> dict[str, int | bool]
 
 def specimens(capability: int) -> Iterator[Specimen]:
     """Hidden size 4096 in every kind of call."""
-    kinds: tuple[Kind, ...] = ("one", "few", "crowd", "some", "many", "steady")
+    kinds: tuple[Kind, ...] = get_args(Kind)
     tables = {"row": "*i64", "start": "*i32", "slot": "*i32", "offset": "*i64", "width": "*i32"}
     sizes = {"num_rows": "i32", "num_segments": "i32", "hidden": "i32:16", "room": "i32:16", "y_stride": "i32:16"}
     for dtype, kind in (*(("*bf16", kind) for kind in kinds), ("*fp16", "few")):

@@ -6,6 +6,7 @@ Bound by memory: A and B of the distinct adapters at few rows, y at many.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
 from collections.abc import Iterator
+from typing import get_args
 
 import torch
 import triton
@@ -13,24 +14,25 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from peftkit_kernels.segments import MAX_RANK
 from peftkit_kernels.triton.compile import Specimen
 from peftkit_kernels.triton.segmented import (
     CONFIGS,
     Config,
     Kind,
+    add_expanded,
     add_shares,
+    add_shrunk,
     candidates,
     capability_of,
     cuts_of,
     locate,
     override,
+    tiles_of,
 )
 from peftkit_kernels.triton.segmented import config as _config
 
-__all__ = ["CONFIGS", "MAX_RANK", "candidates", "grouped_lora", "override", "specimens"]
-
-MAX_RANK = 512
-"""Largest rank: the memory between the two kernels has room for it, whatever the ranks in the table."""
+__all__ = ["CONFIGS", "candidates", "grouped_lora", "override", "specimens"]
 
 
 def grouped_lora(
@@ -65,11 +67,13 @@ def grouped_lora(
     pdl = capability_of(y_TO.device) >= 90
     launch = {"launch_pdl": True} if pdl else {}
     constants = _shrink_constants(cuts, num_projections, features, pdl)
-    _shrink[(num_rows // cuts.shrink_rows + num_segments, shares * (num_projections // constants["TOGETHER"]))](
+    tiles = tiles_of(num_rows, num_segments, cuts.shrink_rows)
+    _shrink[(tiles, shares * (num_projections // constants["TOGETHER"]))](
         x_TI, weights, *rows, offset_a_PS, rank_PS, inner, *sizes, features, x_TI.stride(0), **constants,
         num_warps=cuts.shrink_warps, num_stages=cuts.shrink_stages,
     )  # fmt: skip
-    _expand[(num_rows // cuts.expand_rows + num_segments, sum(triton.cdiv(out, cuts.block_n) for out in out_features))](
+    tiles = tiles_of(num_rows, num_segments, cuts.expand_rows)
+    _expand[(tiles, sum(triton.cdiv(out, cuts.block_n) for out in out_features))](
         y_TO, weights, *rows, offset_b_PS, rank_PS, scale_PS, offset_c_PS, inner, *sizes, y_TO.stride(0),
         **_expand_constants(cuts, out_features, shares, pdl),
         num_warps=cuts.expand_warps, num_stages=cuts.expand_stages, **launch,
@@ -87,11 +91,10 @@ def _shrink(
     """One share of the features of one tile, for TOGETHER projections: inner (SHARES, X, PROJECTIONS, MAX_RANK)."""
     if PDL:
         gdc_launch_dependents()
-    segment, first, count = locate(start, tl.program_id(0), num_rows, num_segments, BLOCK_M)
+    s, first, count = locate(start, slot, tl.program_id(0), num_rows, num_segments, BLOCK_M)
     if count <= 0:
         return
     share, p0 = tl.program_id(1) % SHARES, tl.program_id(1) // SHARES * TOGETHER
-    s = tl.load(slot + segment)
     m = tl.arange(0, BLOCK_M)
     live = m < count
     rows = tl.load(row + first + m, mask=live, other=0)
@@ -148,7 +151,7 @@ def _shares_of(
         x_MK = tl.load(x_rows + kk[None, :], mask=live[:, None] & inside[None, :], other=0.0)
         at = weights + (offsets + (r0 + r) * features)[:, None] + kk[None, :]
         a_NK = tl.load(at, mask=wanted[:, None] & inside[None, :], other=0.0)
-        acc = tl.dot(x_MK, a_NK.T, acc, input_precision="ieee")
+        acc = add_shrunk(acc, x_MK, a_NK, BLOCK_M)
         if i % STEPS == STEPS - 1:
             whole = (r0 + r) // 16 < tl.cdiv(ranks, 16)  # zeros up to a multiple of 16, which expand reads
             tl.store(into_rows + r0, acc, mask=live[:, None] & whole[None, :])
@@ -162,7 +165,7 @@ def _expand(
     PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N columns of one projection for one tile. What doesn't come from `_shrink` is loaded before the wait."""
-    segment, first, count = locate(start, tl.program_id(0), num_rows, num_segments, BLOCK_M)
+    s, first, count = locate(start, slot, tl.program_id(0), num_rows, num_segments, BLOCK_M)
     block, p, column, out = tl.program_id(1), 0, 0, OUT[0]
     for q in tl.static_range(1, PROJECTIONS):
         blocks = tl.cdiv(OUT[q - 1], BLOCK_N)
@@ -171,17 +174,16 @@ def _expand(
         column = tl.where(behind, column + OUT[q - 1], column)
         out = tl.where(behind, OUT[q], out)
         p = tl.where(behind, q, p)
-    s = tl.load(slot + segment)
     r = tl.load(rank + p * num_slots + s)
-    if (count <= 0) | (r == 0):
-        if PDL:
-            gdc_wait()  # so that the end of this launch is the end of both
-        return
     offset = tl.load(offset_b + p * num_slots + s)
     weight = tl.load(scale + p * num_slots + s)
     rescaling = tl.load(offset_c + p * num_slots + s)
     m = tl.arange(0, BLOCK_M)
     rows = tl.load(row + first + m, mask=m < count, other=0)
+    if (count <= 0) | (r == 0):  # behind the loads, so that none waits for another
+        if PDL:
+            gdc_wait()  # so that the end of this launch is the end of both
+        return
     y += column + rows[None, :] * y_stride
     n0 = block * BLOCK_N
     inner += first.to(tl.int64) * (PROJECTIONS * MAX_RANK) + p * MAX_RANK
@@ -213,7 +215,7 @@ def _update(
     SHARES: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Columns are the long side of the product, so that a single row takes few registers."""
+    """Columns are the long side of the product, so that few rows take few registers."""
     r, n = tl.arange(0, BLOCK_R), n0 + tl.arange(0, BLOCK_N)
     inside = n < out
     mask = inside[:, None] & (tl.arange(0, BLOCK_M) < count)[None, :]
@@ -222,13 +224,11 @@ def _update(
     if PDL:
         gdc_wait()
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    h_RM = add_shares(inner, count, rank, 0, ROW_STRIDE, share_stride, SHARES, PADDED, BLOCK_M, BLOCK_R)
-    acc = tl.dot(b_RN.T, h_RM.to(b_RN.dtype), acc, input_precision="ieee")
-    for r0 in range(BLOCK_R, rank, BLOCK_R):
+    for r0 in range(0, rank, BLOCK_R):
         h_RM = add_shares(inner, count, rank, r0, ROW_STRIDE, share_stride, SHARES, PADDED, BLOCK_M, BLOCK_R)
-        wanted = (r0 + r < rank)[:, None] & inside[None, :]
-        b_RN = tl.load(b + (r0 + r)[:, None] * out + n[None, :], mask=wanted, other=0.0)
-        acc = tl.dot(b_RN.T, h_RM.to(b_RN.dtype), acc, input_precision="ieee")
+        acc = add_expanded(acc, b_RN, h_RM, BLOCK_M)
+        wanted = (r0 + BLOCK_R + r < rank)[:, None] & inside[None, :]
+        b_RN = tl.load(b + (r0 + BLOCK_R + r)[:, None] * out + n[None, :], mask=wanted, other=0.0)
     total = value.to(tl.float32) + acc * scale
     if rescaling >= 0:
         m_N = tl.load(rescaling_at + n, mask=inside, other=0.0).to(tl.float32)
@@ -272,7 +272,7 @@ def _expand_constants(cuts: Config, out_features: tuple[int, ...], shares: int, 
 def specimens(capability: int) -> Iterator[Specimen]:
     """q, k, v of Llama 8B in every kind of call; its down projection at few rows."""
     uses: list[tuple[Kind, str, tuple[int, ...], int]]
-    uses = [(kind, "*bf16", (4096, 1024, 1024), 4096) for kind in ("one", "few", "crowd", "some", "many", "steady")]
+    uses = [(kind, "*bf16", (4096, 1024, 1024), 4096) for kind in get_args(Kind)]
     uses += [("few", "*fp16", (4096, 1024, 1024), 4096), ("few", "*bf16", (4096,), 14336)]
     tables = {"row": "*i64", "start": "*i32", "slot": "*i32"}
     sizes = dict.fromkeys(("num_rows", "num_segments", "num_slots"), "i32")

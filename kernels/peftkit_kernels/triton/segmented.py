@@ -3,14 +3,15 @@
 Each is two launches: `shrink` takes a row's features to its adapter's rank, `expand` takes them from there to the
 columns. Shrink cuts the features into shares and leaves each share's sums in float32 memory; expand adds the shares in
 their order. A program finds its rows without a table of tiles: with tiles of M rows, segment g has the numbers from
-start[g] // M + g on, which never overlap, so X // M + G programs cover every table of that shape.
+start[g] // M + g on, which never overlap, so X // M + G programs cover every table of that shape; tiles of one row
+are numbered by the row.
 """
-# pyright: reportMissingParameterType=false, reportOperatorIssue=false
+# pyright: reportMissingParameterType=false, reportOperatorIssue=false, reportArgumentType=false
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from types import MappingProxyType
 from typing import Literal
@@ -19,12 +20,15 @@ import torch
 import triton
 import triton.language as tl
 
-Kind = Literal["one", "few", "crowd", "some", "many", "steady"]
+Kind = Literal["one", "each", "group", "few", "crowd", "some", "many", "steady"]
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How the two kernels are cut. Ranks above 16 are taken in steps of `…_ranks`, others in one of 16."""
+    """How the two kernels are cut. Ranks above 16 are taken in steps of `…_ranks`, others in one of 16.
+
+    Tiles of one row are summed up without tensor cores, straight from registers.
+    """
 
     shrink_rows: int
     block_k: int
@@ -51,23 +55,60 @@ class Config:
 
 CONFIGS: Mapping[tuple[Kind, int], Config] = MappingProxyType(
     {
-        ("one", 80): Config(16, 256, 16, 32, 4, 2, 8, 128, 32, 4, 2),
+        ("one", 80): Config(1, 256, 16, 32, 4, 1, 1, 256, 32, 4, 1),
+        ("each", 80): Config(1, 512, 8, 16, 4, 1, 1, 512, 16, 4, 1),
+        ("group", 80): Config(16, 256, 16, 32, 4, 2, 8, 128, 32, 4, 2),
         ("few", 80): Config(16, 512, 8, 16, 4, 2, 8, 256, 32, 4, 2),
         ("crowd", 80): Config(16, 512, 16, 16, 4, 1, 8, 512, 16, 4, 1),
         ("some", 80): Config(32, 128, 4, 16, 4, 3, 32, 128, 32, 4, 2, together=True),
         ("many", 80): Config(64, 64, 4, 16, 4, 3, 64, 128, 32, 4, 2, together=True),
         ("steady", 80): Config(16, 256, 8, 16, 4, 3, 16, 256, 16, 4, 2),
-        ("one", 90): Config(16, 256, 16, 64, 4, 2, 8, 128, 64, 4, 2),
+        ("one", 90): Config(1, 256, 16, 64, 4, 1, 1, 128, 64, 4, 1),
+        ("each", 90): Config(1, 512, 8, 16, 4, 1, 1, 512, 16, 2, 1),
+        ("group", 90): Config(16, 256, 16, 64, 4, 2, 8, 256, 32, 8, 1),
         ("few", 90): Config(16, 512, 8, 16, 4, 2, 8, 256, 32, 4, 2),
-        ("crowd", 90): Config(16, 512, 16, 16, 4, 1, 8, 512, 16, 4, 1),
-        ("some", 90): Config(32, 128, 4, 32, 4, 3, 32, 256, 32, 4, 2, together=True),
-        ("many", 90): Config(64, 64, 4, 32, 4, 4, 64, 256, 32, 8, 2, together=True),
+        ("crowd", 90): Config(16, 128, 8, 16, 2, 1, 8, 512, 16, 4, 1),
+        ("some", 90): Config(32, 128, 4, 16, 4, 3, 32, 128, 16, 4, 1, together=True),
+        ("many", 90): Config(64, 64, 4, 16, 4, 4, 32, 128, 16, 4, 1, together=True),
         ("steady", 90): Config(16, 256, 8, 16, 4, 3, 16, 256, 16, 4, 2),
     }
 )
 """(kind, compute capability) → cuts; another card takes the newest row before it. `kind_of` has the rule for sizes."""
 
+_ROWS = ((16, 256, 16, 64, 4, 2), (16, 512, 8, 16, 4, 2), (16, 64, 4, 16, 2, 4), (16, 128, 8, 16, 2, 1))
+_COLUMNS = ((8, 256, 32, 8, 1), (8, 256, 32, 4, 2), (8, 512, 16, 4, 1), (8, 128, 16, 4, 1), (16, 256, 16, 4, 1))
+_WORTH_TIMING: Mapping[Kind, tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]] = MappingProxyType(
+    {
+        "one": (
+            ((1, 128, 32, 64, 4, 1), (1, 256, 16, 64, 4, 1), (1, 256, 16, 16, 2, 1), (1, 512, 8, 32, 4, 1), _ROWS[0]),
+            ((1, 128, 64, 4, 1), (1, 256, 64, 4, 1), (1, 256, 16, 2, 1), (1, 512, 16, 4, 1), _COLUMNS[0]),
+        ),
+        "each": (
+            ((1, 512, 8, 16, 4, 1), (1, 512, 4, 16, 4, 1), (1, 512, 8, 16, 2, 1), (1, 1024, 4, 16, 4, 1), _ROWS[2]),
+            ((1, 512, 16, 4, 1), (1, 512, 16, 2, 1), (1, 1024, 16, 4, 1), (1, 256, 64, 4, 1), _COLUMNS[2]),
+        ),
+        "group": (_ROWS, _COLUMNS),
+        "few": (_ROWS, _COLUMNS),
+        "crowd": (_ROWS, _COLUMNS),
+        "some": (
+            ((16, 128, 8, 16, 4, 3), (32, 128, 4, 16, 4, 3), (32, 128, 8, 16, 4, 3), (32, 64, 4, 16, 4, 4)),
+            ((16, 256, 16, 4, 1), (32, 128, 16, 4, 1), (32, 256, 16, 8, 1), (32, 64, 16, 2, 1), (64, 64, 16, 4, 1)),
+        ),
+        "many": (
+            ((32, 128, 2, 16, 4, 4), (32, 128, 4, 16, 4, 3), (64, 64, 4, 16, 4, 4), (64, 128, 2, 16, 8, 3)),
+            ((16, 256, 16, 4, 1), (32, 128, 16, 4, 1), (32, 256, 16, 8, 1), (64, 64, 16, 4, 1), (64, 128, 16, 8, 1)),
+        ),
+        "steady": (_ROWS, _COLUMNS[-1:]),
+    }
+)
+"""Cuts of shrink, then of expand, in the order of Config's fields."""
+
 _OVERRIDE: ContextVar[Config | None] = ContextVar("segmented config", default=None)
+
+
+def tiles_of(num_rows: int, num_segments: int, rows: int) -> int:
+    """Programs that cover every table of that shape with tiles of so many rows."""
+    return num_rows if rows == 1 else num_rows // rows + num_segments
 
 
 def kind_of(num_rows: int, num_segments: int, deterministic: bool) -> Kind:
@@ -76,8 +117,10 @@ def kind_of(num_rows: int, num_segments: int, deterministic: bool) -> Kind:
         return "steady"
     if num_rows > 256:
         return "some" if num_rows <= 1024 else "many"
+    if num_rows <= num_segments:
+        return "one" if num_rows <= 4 else "each"
     num_tiles = min(num_rows, num_rows // 16 + num_segments)
-    return "one" if num_tiles <= 4 else "few" if num_tiles <= 24 else "crowd"
+    return "group" if num_tiles <= 4 else "few" if num_tiles <= 24 else "crowd"
 
 
 def cuts_of(kind: Kind, capability: int) -> Config:
@@ -94,24 +137,10 @@ def config(num_rows: int, num_segments: int, deterministic: bool, device: torch.
 
 
 def candidates(kind: Kind) -> Iterator[Config]:
-    """Cuts worth timing: those of shrink beside the table's expand, then those of expand beside the table's shrink."""
-    base = cuts_of(kind, 90)
-    rows = (16, 32, 64, 128) if base.together else (16,)
-    for m, k, splits, ranks, warps, stages in product(
-        rows, (64, 128, 256, 512, 1024), (1, 2, 4, 8, 16), (16, 32, 64), (2, 4, 8), (1, 2, 3, 4)
-    ):
-        wide = ranks * (4 if base.together else 1)
-        if (m + wide) * k * 2 * stages <= 200_000 and m * wide <= 128 * 32 * warps:
-            yield replace(
-                base, shrink_rows=m, block_k=k, splits=splits, shrink_ranks=ranks, shrink_warps=warps,
-                shrink_stages=stages,
-            )  # fmt: skip
-    rows = (16, 32, 64) if base.together else (8, 16)
-    for m, n, ranks, warps, stages in product(rows, (64, 128, 256, 512), (16, 32, 64), (2, 4, 8), (1, 2, 3)):
-        if m * n <= 2048 * warps and ranks * n * stages * 2 <= 200_000:
-            yield replace(
-                base, expand_rows=m, block_n=n, expand_ranks=ranks, expand_warps=warps, expand_stages=stages
-            )  # fmt: skip
+    """Cuts worth timing: each of shrink beside each of expand."""
+    together = cuts_of(kind, 90).together
+    for shrink, expand in product(*_WORTH_TIMING[kind]):
+        yield Config(*shrink, *expand, together=together)
 
 
 @contextmanager
@@ -133,8 +162,8 @@ def capability_of(device: torch.device) -> int:
 
 
 @triton.jit
-def locate(start, tile, num_rows, num_segments, BLOCK_M: tl.constexpr):
-    """A tile's segment, first entry of `row_X` and number of rows, which is 0 or less where there is none."""
+def locate(start, slot, tile, num_rows, num_segments, BLOCK_M: tl.constexpr):
+    """A tile's slot, first entry of `row_X` and number of rows, which is 0 or less where there is none."""
     segment = tile  # what the search comes to where every start[g] is below BLOCK_M
     if num_rows >= BLOCK_M:
         segment = -1
@@ -142,11 +171,12 @@ def locate(start, tile, num_rows, num_segments, BLOCK_M: tl.constexpr):
             g = g0 + tl.arange(0, 128)
             inside = g < num_segments
             begin = tl.load(start + g, mask=inside, other=0)
-            segment += tl.sum((inside & (begin // BLOCK_M + g <= tile)).to(tl.int32), axis=0)
+            number = begin if BLOCK_M == 1 else begin // BLOCK_M + g
+            segment += tl.sum((inside & (number <= tile)).to(tl.int32), axis=0)
     begin = tl.load(start + segment)
     end = tl.load(start + segment + 1)
-    first = begin + (tile - begin // BLOCK_M - segment) * BLOCK_M
-    return segment, first, tl.minimum(end - first, BLOCK_M)
+    first = tile if BLOCK_M == 1 else begin + (tile - begin // BLOCK_M - segment) * BLOCK_M
+    return tl.load(slot + segment), first, tl.minimum(end - first, BLOCK_M)
 
 
 @triton.jit
@@ -163,3 +193,23 @@ def add_shares(
     at = share[:, None, None] * share_stride + r[None, :, None] + (m * row_stride)[None, None, :]
     mask = (share < SHARES)[:, None, None] & (r // 16 < tl.cdiv(rank, 16))[None, :, None] & (m < count)[None, None, :]
     return tl.sum(tl.load(inner + at, mask=mask, other=0.0), axis=0)
+
+
+@triton.jit
+def add_expanded(acc_NM, b_RN, h_RM, BLOCK_M: tl.constexpr):
+    """acc + bᵀ h; without tensor cores for a single row, of which they would take 8."""
+    if BLOCK_M == 1:
+        acc_NM += tl.sum(b_RN.to(tl.float32) * h_RM, axis=0)[:, None]
+    else:
+        acc_NM = tl.dot(b_RN.T, h_RM.to(b_RN.dtype), acc_NM, input_precision="ieee")
+    return acc_NM
+
+
+@triton.jit
+def add_shrunk(acc_MN, x_MK, a_NK, BLOCK_M: tl.constexpr):
+    """acc + x aᵀ; without tensor cores for a single row, of which they would take 16."""
+    if BLOCK_M == 1:
+        acc_MN += tl.sum(x_MK.to(tl.float32) * a_NK.to(tl.float32), axis=1)[None, :]
+    else:
+        acc_MN = tl.dot(x_MK, a_NK.T, acc_MN, input_precision="ieee")
+    return acc_MN

@@ -31,6 +31,7 @@ from peftkit.methods import (
     PTuningV2Config,
 )
 from peftkit.methods.soft_prompt import KEY
+from peftkit_kernels import MAX_RANK, max_width
 from peftkit_serve.adapters.packing import BaseLinear, PackedAdapter, pack_bottleneck, pack_lora
 from peftkit_serve.models.spec import ModelSpec
 
@@ -137,6 +138,12 @@ class AdapterLoader:
                 return "kv_VL2KD", tensors[KEY].unflatten(1, sizes)
 
     def _check_size(self, path: Path, loaded: LoadedAdapter) -> None:
+        for layer in loaded.weights.layers if loaded.weights is not None else ():
+            rank, width = max(span.rank for span in layer.lora), max(span.width for span in layer.bottleneck)
+            if rank > MAX_RANK:
+                raise AdapterError(f"{path} has rank {rank}, ranks up to {MAX_RANK} can be served")
+            if width > (most := max_width(self._spec.hidden_size)):
+                raise AdapterError(f"{path} has a bottleneck of {width}, sizes up to {most} can be served")
         if loaded.weights is not None and loaded.weights.nbytes > self._max_weight_bytes:
             raise AdapterError(
                 f"{path} needs {loaded.weights.nbytes} bytes of adapter memory, there are {self._max_weight_bytes}"
