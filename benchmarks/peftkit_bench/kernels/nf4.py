@@ -44,13 +44,13 @@ def cases() -> Iterator[Case]:
         prepare = partial(_prepare_dequantize, out, in_features)
         sizes = {"out": out, "in": in_features}
         quick = (out, in_features) == _QUICK
-        yield Case("nf4_dequantize", sizes, floor, share_of_floor(floor, 0.85), prepare, quick=quick)
+        yield Case("nf4_dequantize", sizes, floor, share_of_floor(floor, 0.85), prepare, ("nf4", "dequantize"), quick)
 
 
 def _linear(kernel: str, rows: int, out: int, in_features: int, floor: Floor, goal: Goal) -> Case:
     sizes = {"rows": rows, "out": out, "in": in_features}
     prepare = partial(_prepare_linear, rows, out, in_features)
-    tuned = ("nf4", None) if rows <= 64 else None
+    tuned = ("nf4", str(rows)) if rows <= 64 else None
     quick = (out, in_features) == _QUICK and rows in (1, 4, 32, 256)
     return Case(kernel, sizes, floor, goal, prepare, tuned, quick)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from peftkit_kernels.triton.compile import Specimen
 
-_BLOCK = 2048  # columns a program, 16 a thread: two 16-byte loads
+_BLOCK = 4096  # columns a program, 32 a thread: four 16-byte loads in flight
 
 
 def embedding(token_T: Tensor, weight_VH: Tensor) -> Tensor:

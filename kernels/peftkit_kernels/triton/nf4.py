@@ -1,17 +1,16 @@
 """NF4 in bitsandbytes' layout: dequantised in one pass, and multiplied by without ever being dequantised in memory.
 
-`nf4_linear` is bound by the arithmetic of decoding before it is by memory. On a GPU the eight codes of a 32-bit word
-are looked up together. For four of them a byte permute finds one byte of each level among eight, so two permutes and a
-third that chooses between them give one byte plane of four weights; for the other four a lane of the warp holds each
-level, and a code is the lane to shuffle it from. A level's scale is applied to the sum over its block.
+`nf4_linear` is bound by the arithmetic of decoding before it is by memory. One to four rows need no tensor cores
+(`nf4_few`); up to 64 rows take them, with a level's scale applied to the sum over its block.
 `nf4_dequantize` must round as float32 does and shuffles all.
 """
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from peftkit_kernels import reference
-from peftkit_kernels.reference import NF4
 from peftkit_kernels.triton.compile import Specimen
+from peftkit_kernels.triton.nf4_decode import level, permute_levels, scale, select_levels, shuffle_levels
+from peftkit_kernels.triton.nf4_few import few
 
-_LEVELS = tl.constexpr(NF4)
 _BLOCK = tl.constexpr(64)  # weights under one scale
 
 
@@ -41,6 +40,39 @@ class Config:
     num_stages: int
 
 
+@dataclass(frozen=True, slots=True)
+class Few:
+    """How a product of one to four rows is cut."""
+
+    rows: int
+    outs: int
+    """Output features a program, at most: fewer where there would be too few programs."""
+    halves: int
+    """Half blocks of 32 inputs at a time, one a thread."""
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """How weights are dequantised."""
+
+    blocks: int
+    """Blocks of 64 weights a program; a divisor of 256, so that they share a nested scale."""
+    num_warps: int
+
+
+FLAT = Flat(blocks=128, num_warps=4)
+
+FEW: Mapping[int, Few] = MappingProxyType(
+    {
+        1: Few(rows=1, outs=16, halves=128, num_warps=4, num_stages=1),
+        2: Few(rows=2, outs=4, halves=128, num_warps=4, num_stages=1),
+        4: Few(rows=4, outs=4, halves=128, num_warps=4, num_stages=1),
+    }
+)
+"""Rows rounded up to a power of two → configuration."""
+
 CONFIGS: Mapping[tuple[int, int], Config] = MappingProxyType(
     {
         (16, 8): Config(rows=16, outs=64, unroll=2, num_warps=2, num_stages=4),
@@ -57,7 +89,8 @@ MAX_ROWS = 64
 """More rows than this go through dequantised weights and cuBLAS."""
 
 _MULTIPROCESSORS: Mapping[int, int] = MappingProxyType({8: 108, 9: 132, 10: 148})
-_override: list[Config] = []
+C = TypeVar("C", Config, Few, Flat)
+_override: list[Config | Few | Flat] = []
 
 
 def nf4_dequantize(
@@ -73,7 +106,8 @@ def nf4_dequantize(
     weight_OI = torch.empty(shape, dtype=dtype, device=code_X.device)
     num_elements = weight_OI.numel()
     if num_elements:
-        _dequantize[(triton.cdiv(num_elements, 64 * _DEQUANTIZE_BLOCKS),)](
+        config = _overridden(Flat) or FLAT
+        _dequantize[(triton.cdiv(num_elements, 64 * config.blocks),)](
             code_X.contiguous(),
             absmax_B.contiguous(),
             absmax_code.contiguous(),
@@ -83,9 +117,10 @@ def nf4_dequantize(
             num_elements,
             code_X.numel(),
             absmax_B.numel(),
-            BLOCKS=_DEQUANTIZE_BLOCKS,
+            BLOCKS=config.blocks,
+            WHOLE=num_elements % (64 * config.blocks) == 0,
             SHUFFLE=code_X.is_cuda,
-            num_warps=4,
+            num_warps=config.num_warps,
             enable_fp_fusion=False,  # a scale is rounded before the offset is added
         )
     return weight_OI
@@ -115,6 +150,48 @@ def nf4_linear(
     y_TO = torch.empty(num_rows, out_features, dtype=x_TI.dtype, device=x_TI.device)
     if not y_TO.numel():
         return y_TO
+    quantised = (code_X.contiguous(), absmax_B.contiguous(), absmax_code.contiguous(), absmax_scale.contiguous())
+    multiply = _few_rows if num_rows <= max(FEW) and not deterministic and not _overridden(Config) else _more_rows
+    multiply(x_TI, (*quantised, absmax_offset), bias_O, y_TO, deterministic)
+    return y_TO
+
+
+def _few_rows(x_TI: Tensor, quantised: Sequence[Tensor], bias_O: Tensor | None, y_TO: Tensor, _: bool) -> None:
+    num_rows, out_features = y_TO.shape
+    config = _overridden(Few) or FEW[triton.next_power_of_2(num_rows)]
+    if config.rows < num_rows:
+        raise ValueError(f"{config} is for fewer rows than {num_rows}")
+    x_TI = x_TI.contiguous()
+    if x_TI.data_ptr() % 8:  # inputs are read four at a time
+        x_TI = x_TI.clone()
+    outs, wanted = config.outs, 8 * _MULTIPROCESSORS.get(_major(x_TI.device), 148) // config.num_warps
+    while outs > 1 and triton.cdiv(out_features, outs) < wanted:
+        outs //= 2
+    few[(triton.cdiv(out_features, outs),)](
+        x_TI,
+        quantised[0].view(torch.int32),
+        *quantised[1:],
+        y_TO if bias_O is None else bias_O,
+        y_TO,
+        num_rows,
+        x_TI.stride(0),
+        OUT=out_features,
+        IN=x_TI.shape[1],
+        ROWS=config.rows,
+        OUTS=outs,
+        HALVES=config.halves,
+        STAGES=config.num_stages,
+        HAS_BIAS=bias_O is not None,
+        ON_GPU=x_TI.is_cuda,
+        num_warps=config.num_warps,
+    )
+
+
+def _more_rows(
+    x_TI: Tensor, quantised: Sequence[Tensor], bias_O: Tensor | None, y_TO: Tensor, deterministic: bool
+) -> None:
+    num_rows, out_features = y_TO.shape
+    in_features = x_TI.shape[1]
     x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
     major = _major(x_TI.device)
     config = _config(MAX_ROWS if deterministic else num_rows, major)
@@ -125,11 +202,8 @@ def nf4_linear(
         sums_STO = torch.empty(num_splits, num_rows, out_features, dtype=torch.float32, device=x_TI.device)
     _linear[(tiles, num_splits, triton.cdiv(num_rows, config.rows))](
         x_TI,
-        code_X.contiguous().view(torch.int16),
-        absmax_B.contiguous(),
-        absmax_code.contiguous(),
-        absmax_scale.contiguous(),
-        absmax_offset,
+        quantised[0].view(torch.int16),
+        *quantised[1:],
         y_TO if bias_O is None else bias_O,
         sums_STO,
         num_rows,
@@ -157,10 +231,8 @@ def nf4_linear(
             BLOCK=_ADD,
             num_warps=4,
         )
-    return y_TO
 
 
-_DEQUANTIZE_BLOCKS = 64
 _ADD = 512
 
 
@@ -176,22 +248,33 @@ def _dequantize(
     num_bytes,
     num_blocks,
     BLOCKS: tl.constexpr,
+    WHOLE: tl.constexpr,
     SHUFFLE: tl.constexpr,
 ):
-    """Four bytes and eight weights a thread at a time: 16-byte stores that lie one after another."""
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    word = tl.arange(0, 8)[None, :, None]
-    byte = block[:, None, None] * 32 + word * 4 + tl.arange(0, 4)[None, None, :]
-    packed = tl.load(code + byte, mask=byte < num_bytes, other=0)
-    last = tl.minimum(block, num_blocks - 1)  # behind the last block nothing is stored
-    scale = _scale(absmax, absmax_code, absmax_scale, absmax_offset, last)[:, None, None]
-    if SHUFFLE:
-        high, low = _shuffle_levels(packed)
+    """Four bytes and eight weights a thread at a time: loads and 16-byte stores that lie one after another."""
+    first = tl.program_id(0).to(tl.int64) * BLOCKS
+    block = tl.arange(0, BLOCKS)
+    word = block[:, None] * 8 + tl.arange(0, 8)[None, :]
+    byte = word[:, :, None] * 4 + tl.arange(0, 4)[None, None, :]
+    element = word[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    weight += first * _BLOCK
+    if WHOLE:
+        packed = tl.load(code + first * 32 + byte)
     else:
-        high, low = _level(packed >> 4), _level(packed & 15)
-    value = tl.interleave(high * scale, low * scale).to(weight.dtype.element_ty)
-    element = block[:, None, None] * _BLOCK + word * 8 + tl.arange(0, 8)[None, None, :]
-    tl.store(weight + element, value, mask=element < num_elements)
+        packed = tl.load(code + first * 32 + byte, mask=byte < num_bytes - first * 32, other=0)
+    last = tl.minimum(block, num_blocks - 1 - first)  # behind the last block nothing is stored
+    factor = tl.load(absmax_code + tl.load(absmax + first + last).to(tl.int32))
+    factor = factor * tl.load(absmax_scale + first // 256) + tl.load(absmax_offset)
+    factor = factor[:, None, None]
+    if SHUFFLE:
+        high, low = shuffle_levels(packed)
+    else:
+        high, low = level(packed >> 4), level(packed & 15)
+    value = tl.interleave(high * factor, low * factor).to(weight.dtype.element_ty)
+    if WHOLE:
+        tl.store(weight + element, value)
+    else:
+        tl.store(weight + element, value, mask=element < num_elements - first * _BLOCK)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -238,19 +321,19 @@ def _linear(
                 block = tl.minimum(block, blocks - 1)
             packed = tl.load(code_at + block * 16)
             value = tl.load(x_at + block * _BLOCK, mask=(row < num_rows)[:, None], other=0.0)
-            scale = _scale(absmax, absmax_code, absmax_scale, absmax_offset, first_block + block)
+            factor = scale(absmax, absmax_code, absmax_scale, absmax_offset, first_block + block)
             if blocks % UNROLL != 0:
-                scale = tl.where(start + ahead < blocks, scale, 0.0)
+                factor = tl.where(start + ahead < blocks, factor, 0.0)
             if PERMUTE:
-                w0, w1, w2, w3 = _permute_levels(packed, x.dtype.element_ty)
+                w0, w1, w2, w3 = permute_levels(packed, x.dtype.element_ty)
             else:
-                w0, w1, w2, w3 = _select_levels(packed, x.dtype.element_ty)
+                w0, w1, w2, w3 = select_levels(packed, x.dtype.element_ty)
             x0, x1, x2, x3 = _deal(value, ROWS)
             product = tl.dot(w0, x0, input_precision="ieee")
             product = tl.dot(w1, x1, product, input_precision="ieee")
             product = tl.dot(w2, x2, product, input_precision="ieee")
             product = tl.dot(w3, x3, product, input_precision="ieee")
-            total += product * scale[:, None]
+            total += product * factor[:, None]
     if HAS_BIAS and SPLITS == 1:
         total += tl.load(bias + weight_row).to(tl.float32)[:, None]
     at = sums + tl.program_id(1).to(tl.int64) * num_rows * OUT + row[None, :] * OUT + out[:, None]
@@ -274,74 +357,6 @@ def _add_splits(
 
 
 @triton.jit
-def _scale(absmax, absmax_code, absmax_scale, absmax_offset, block):
-    """The float32 scales of blocks, from their 8-bit codes."""
-    value = tl.load(absmax_code + tl.load(absmax + block).to(tl.int32))
-    return value * tl.load(absmax_scale + block // 256) + tl.load(absmax_offset)
-
-
-@triton.jit
-def _level(nibble):
-    """NF4's levels in float32, by selection: the plain path of what follows."""
-    value = tl.full(nibble.shape, _LEVELS[0], tl.float32)
-    for code in tl.static_range(1, 16):
-        value = tl.where(nibble == code, _LEVELS[code], value)
-    return value
-
-
-@triton.jit
-def _shuffle_levels(packed):
-    """Float32 levels of the high and the low nibbles; lanes l and l + 16 hold level l, so bits above a nibble don't
-    matter."""
-    lane = tl.inline_asm_elementwise("mov.u32 $0, %laneid;", "=r", [], dtype=tl.int32, is_pure=True, pack=1)
-    return tl.inline_asm_elementwise(
-        _SHUFFLE, _SHUFFLE_REGISTERS, [packed, _level(lane & 15)], dtype=(tl.float32, tl.float32), is_pure=True, pack=4
-    )
-
-
-@triton.jit
-def _select_levels(packed, dtype: tl.constexpr):
-    """Four tensors like `packed`, the units of a block: the q-th has the q-th pair of weights of each two units."""
-    units = packed.to(tl.int32)
-    first, second = tl.split(tl.reshape(units, (units.shape[0], 8, 2)))
-    return (
-        _byte_levels(first & 255, dtype),
-        _byte_levels((first >> 8) & 255, dtype),
-        _byte_levels(second & 255, dtype),
-        _byte_levels((second >> 8) & 255, dtype),
-    )
-
-
-@triton.jit
-def _byte_levels(byte, dtype: tl.constexpr):
-    return tl.interleave(_level(byte >> 4), _level(byte & 15)).to(dtype)
-
-
-@triton.jit
-def _permute_levels(packed, dtype: tl.constexpr):
-    """The same for 16-bit levels. Two neighbours along a row are one register in any layout that products take."""
-    if dtype == tl.float16:
-        levels = tl.inline_asm_elementwise(
-            _PERMUTE_FP16,
-            _PERMUTE_REGISTERS,
-            [packed],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        levels = tl.inline_asm_elementwise(
-            _PERMUTE_BF16,
-            _PERMUTE_REGISTERS,
-            [packed],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
-    return levels
-
-
-@triton.jit
 def _deal(value, ROWS: tl.constexpr):
     """A block of x, (ROWS, 64), as the other operands (16, ROWS) of the four products."""
     pairs = tl.permute(tl.reshape(value, (ROWS, 8, 2, 2, 2)), (0, 1, 4, 2, 3))  # u, i, and q in two bits
@@ -356,77 +371,35 @@ def _deal(value, ROWS: tl.constexpr):
     )
 
 
-def _shuffle_asm() -> str:
-    lines = [".reg .b32 lane;"]
-    for byte in range(4):
-        for result, shift in ((4 + byte, 8 * byte), (byte, 8 * byte + 4)):
-            lines += [f"shr.u32 lane, $8, {shift};", f"shfl.sync.idx.b32 ${result}, $9, lane, 31, 0xffffffff;"]
-    return "{ " + " ".join(lines) + " }"
-
-
-def _permute_asm(dtype: torch.dtype) -> str:
-    """Register $q takes the levels of byte q of $4, the high nibble's first.
-
-    Two bytes by permutes, two by shuffles from the lane that holds a level: integer units and shuffles work at the
-    same time. The tables don't depend on $4 and leave the loop; a zero that ptxas
-    can't see through keeps them out of uniform registers, from which each permute would first have to copy them.
-    """
-    table = torch.tensor(NF4, dtype=torch.float32).to(dtype).view(torch.uint8).view(16, 2).T.contiguous()
-    words = [f"0x{word & 0xFFFFFFFF:08x}" for word in table.view(torch.int32).flatten().tolist()]
-    look_up = [
-        "prmt.b32 below, t0, t1, index;",
-        "prmt.b32 above, t2, t3, index;",
-        "prmt.b32 low, below, above, choice;",
-        "prmt.b32 below, t4, t5, index;",
-        "prmt.b32 above, t6, t7, index;",
-        "prmt.b32 high, below, above, choice;",
-    ]
-    lines = [
-        ".reg .b32 lane, zero, index, choice, below, above, low, high, level;",
-        ".reg .b32 t<8>;",
-        "mov.u32 lane, %laneid;",
-        "mov.u32 zero, %nsmid;",
-        "shr.u32 zero, zero, 24;",
-        "and.b32 zero, zero, lane;",
-        *(f"or.b32 t{i}, zero, {word};" for i, word in enumerate(words)),
-        "and.b32 index, lane, 7;",
-        "shr.u32 choice, lane, 1;",
-        "and.b32 choice, choice, 4;",
-        *look_up,
-        "prmt.b32 level, low, high, 0x4040;",
-        "and.b32 index, $4, 0x7777;",  # place among eight
-        "shr.u32 choice, $4, 1;",
-        "lop3.b32 choice, choice, 0x4444, 0x3210, 0xea;",  # byte i of the lower eight, or of the upper
-        *look_up,
-        "prmt.b32 $0, low, high, 0x4051;",
-        "prmt.b32 $1, low, high, 0x6273;",
-    ]
-    for byte in (2, 3):
-        for half, shift in (("low", 8 * byte + 4), ("high", 8 * byte)):
-            lines += [f"shr.u32 index, $4, {shift};", f"shfl.sync.idx.b32 {half}, level, index, 31, 0xffffffff;"]
-        lines += [f"prmt.b32 ${byte}, low, high, 0x5410;"]
-    return "{ " + " ".join(lines) + " }"
-
-
-_SHUFFLE = tl.constexpr(_shuffle_asm())
-_SHUFFLE_REGISTERS = tl.constexpr(",".join(["=&f"] * 8 + ["r"] + ["f"] * 4))
-_PERMUTE_REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,r")
-_PERMUTE_FP16 = tl.constexpr(_permute_asm(torch.float16))
-_PERMUTE_BF16 = tl.constexpr(_permute_asm(torch.bfloat16))
-
-
-def candidates() -> Iterator[Config]:
-    """Configurations worth timing."""
-    for rows in (16, 32, 64):
+def candidates(kind: str) -> Iterator[Config | Few | Flat]:
+    """Configurations worth timing for a product with so many rows, or to "dequantize"."""
+    rows = 0 if kind == "dequantize" else int(kind)
+    if not rows:
+        yield from (Flat(blocks, num_warps) for blocks in (16, 32, 64, 128, 256) for num_warps in (2, 4, 8))
+    elif rows <= max(FEW):
+        padded = triton.next_power_of_2(rows)
+        for outs, halves, num_warps in _FEW_CUTS:
+            for num_stages in (1, 2) if halves == 32 else (1,):
+                yield Few(padded, outs // padded, halves, num_warps, num_stages)
+        yield Config(rows=16, outs=64, unroll=1, num_warps=2, num_stages=6)
+    else:
+        padded = max(16, triton.next_power_of_2(rows))
         for outs, num_warps in ((32, 2), (64, 2), (64, 4), (128, 4), (128, 8)):
-            for unroll, num_stages in ((1, 4), (1, 6), (2, 3), (2, 4), (2, 5)):
-                if rows * outs // num_warps <= 1024:  # more sums a thread spill
-                    yield Config(rows, outs, unroll, num_warps, num_stages)
+            for unroll, num_stages in ((1, 4), (1, 6), (2, 3), (2, 4)):
+                if padded * outs // num_warps <= 1024:  # more sums a thread spill
+                    yield Config(padded, outs, unroll, num_warps, num_stages)
+
+
+_FEW_CUTS = (
+    (4, 128, 4), (8, 128, 4), (16, 128, 4), (8, 64, 2), (16, 64, 2), (8, 256, 8), (16, 256, 8), (16, 64, 4),
+    (32, 64, 4), (8, 32, 1), (16, 32, 2), (32, 32, 4), (64, 32, 4), (64, 32, 8), (128, 32, 8),
+)  # fmt: skip
+"""Outputs a program at one row, half blocks at a time, warps."""
 
 
 @contextmanager
-def override(config: Config) -> Iterator[None]:
-    """Takes one configuration for every product inside."""
+def override(config: Config | Few | Flat) -> Iterator[None]:
+    """Takes one configuration for what it is for, for the calls inside."""
     _override.append(config)
     try:
         yield
@@ -434,9 +407,13 @@ def override(config: Config) -> Iterator[None]:
         _override.pop()
 
 
+def _overridden(kind: type[C]) -> C | None:
+    return next((config for config in reversed(_override) if isinstance(config, kind)), None)
+
+
 def _config(num_rows: int, major: int) -> Config:
-    if _override:
-        return _override[-1]
+    if config := _overridden(Config):
+        return config
     return CONFIGS[min(64, max(16, triton.next_power_of_2(num_rows))), min(major, 9)]
 
 
@@ -462,10 +439,10 @@ def specimens() -> Iterator[Specimen]:
     quantised = {"code": "*u8", "absmax": "*u8"}
     quantised |= dict.fromkeys(("absmax_code", "absmax_scale", "absmax_offset"), "*fp32")
     for dtype in ("*bf16", "*fp16"):
-        constants = {"BLOCKS": _DEQUANTIZE_BLOCKS, "SHUFFLE": True}
+        constants = {"BLOCKS": FLAT.blocks, "WHOLE": True, "SHUFFLE": True}
         sizes = dict.fromkeys(("num_elements", "num_bytes", "num_blocks"), "i32")
         signature = {**quantised, "weight": dtype, **sizes, **dict.fromkeys(constants, "constexpr")}
-        yield Specimen(_dequantize, signature, constants, num_warps=4, num_stages=1)
+        yield Specimen(_dequantize, signature, constants, num_warps=FLAT.num_warps, num_stages=1)
         for (rows, major), config in CONFIGS.items():
             if major != 9:
                 continue
@@ -474,6 +451,12 @@ def specimens() -> Iterator[Specimen]:
             pointers = {"x": dtype, **quantised, "code": "*i16", "bias": dtype, "sums": "*fp32"}
             signature = {**pointers, "num_rows": "i32", "x_stride": "i32", **dict.fromkeys(constants, "constexpr")}
             yield Specimen(_linear, signature, constants, config.num_warps, config.num_stages)
+        for config in FEW.values():
+            constants = {"OUT": 28672, "IN": 4096, "ROWS": config.rows, "OUTS": config.outs, "HALVES": config.halves}
+            constants |= {"STAGES": config.num_stages, "HAS_BIAS": False, "ON_GPU": True}
+            signature = {"x": dtype, **quantised, "code": "*i32", "bias": dtype, "y": dtype, "num_rows": "i32"}
+            signature |= {"x_stride": "i32:16", **dict.fromkeys(constants, "constexpr")}
+            yield Specimen(few, signature, constants, config.num_warps, num_stages=1)
     constants = {"OUT": 4096, "SPLITS": 4, "HAS_BIAS": True, "BLOCK": _ADD}
     signature = {"sums": "*fp32", "bias": "*bf16", "y": "*bf16", "num_rows": "i32"}
     yield Specimen(_add_splits, signature | dict.fromkeys(constants, "constexpr"), constants, num_warps=4, num_stages=1)
