@@ -34,6 +34,7 @@ COMMANDS: dict[str, str] = {
     "export": "Write an adapter in another program's format.",
     "serve": "The multi-tenant server.",
     "data": "Training data: check what would be trained.",
+    "tenants": "Tenants of a server, their keys and limits.",
     "base": "Base models that can be named: list, info, fetch.",
     "bench": "Benchmarks beside peers and floors: one JSON line a case, then a table.",
     "doctor": "What this machine can do, and how to mend what it can't.",

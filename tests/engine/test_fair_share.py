@@ -153,7 +153,8 @@ def test_a_flood_of_one_tenant_leaves_anothers_latency_as_it_was(seed: int, long
     assert len(alone) == len(beside) > 20, "a request of the calm tenant starved"
     # a second request of the calm tenant waits until the flood has had what the first one's prompt cost: 30 / 12 steps
     assert beside[len(beside) // 2] <= alone[len(alone) // 2] + 1
-    assert beside[-1] <= alone[-1] + 8
+    assert beside[len(beside) * 9 // 10] <= alone[len(alone) * 9 // 10] + 6
+    assert beside[-1] <= 40, "one request of the flood takes up to 500 steps"
     plain = latencies(True, ArrivalOrder())
     assert not plain or max(plain) > 20 or len(plain) < len(alone), "the flood does nothing: the test shows nothing"
 

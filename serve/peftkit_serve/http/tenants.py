@@ -21,8 +21,8 @@ from peftkit_serve.http.management import (
 )
 from peftkit_serve.http.openai import ERRORS
 from peftkit_serve.http.service import Service
-from peftkit_serve.tenants.catalog import check_name
 from peftkit_serve.tenants.database import Database
+from peftkit_serve.tenants.names import check_name
 from peftkit_serve.tenants.records import Key, Tenant
 
 _NOTHING: dict[int | str, dict[str, Any]] = {204: {"description": "Done."}}

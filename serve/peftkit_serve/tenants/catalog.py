@@ -22,10 +22,10 @@ from peftkit.errors import InputError
 from peftkit_serve.async_engine import AsyncEngine
 from peftkit_serve.tenants.content import Arrival, Contents
 from peftkit_serve.tenants.database import Database
+from peftkit_serve.tenants.names import check_name
 from peftkit_serve.tenants.records import SHARED, Adapter, Tenant, Version
 from peftkit_serve.tenants.shelf import Shelf
 
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _VERSION = re.compile(r"[1-9][0-9]{0,8}")
 
 
@@ -43,15 +43,6 @@ class NotThere(InputError):
 
 class Reserved(InputError):
     """A name that can't be given."""
-
-
-def check_name(name: str) -> None:
-    """Raises InputError (field "name") for what can't be an adapter's or a tenant's name."""
-    if not _NAME.fullmatch(name) or not name.strip("."):
-        raise InputError(
-            f"{name[:140]!r} can't be a name: use 1 to 128 letters, digits, '.', '_' and '-', not dots alone",
-            field="name",
-        )
 
 
 class Catalog:

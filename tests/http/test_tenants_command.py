@@ -1,0 +1,67 @@
+"""`peftkit tenants` against a server that runs, and refusals in one line."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from peftkit.cli.main import run
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
+    """Runs a command that must succeed; its JSON."""
+    assert run(["tenants", *map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_what_the_command_changes_holds_for_a_running_server(
+    make_engine: Callable[..., Any],
+    serve: Callable[..., Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    store = ["--store", tmp_path / "store"]
+    with serve(make_engine(), store=tmp_path / "store", poll_s=0.02) as served:
+
+        def status(key: str) -> int:
+            served.database.refresh()
+            headers = {"authorization": f"Bearer {key}"}
+            return httpx.get(f"{served.url}/v1/models", headers=headers).status_code
+
+        first = said(capsys, "add", "acme", "--tokens-per-minute", 1000, "--adapter", "a*", *store)["key"]
+        second = said(capsys, "key", "acme", *store)
+        assert status(first) == status(second["key"]) == 200 and status("none") == 401
+        limits = said(capsys, "set", "acme", "--max-concurrency", 3, *store)["limits"]
+        assert (limits["tokens_per_minute"], limits["max_concurrency"]) == (1000, 3)
+        assert said(capsys, "set", "acme", "--tokens-per-minute", 0, *store)["limits"]["tokens_per_minute"] is None
+        listed = said(capsys, "list", *store)["tenants"]
+        assert listed[0]["name"] == "acme" and listed[0]["adapters"] == ["a*"] and len(listed[0]["keys"]) == 2
+        said(capsys, "revoke", "acme", "--key", second["id"], *store)
+        assert status(first) == 200 and status(second["key"]) == 401
+        admin = said(capsys, "admin-key", *store)["key"]
+        headers = {"authorization": f"Bearer {admin}"}
+        served.database.refresh()
+        assert httpx.get(f"{served.url}/v1/tenants", headers=headers).json()["data"][0]["name"] == "acme"
+        said(capsys, "revoke", "acme", *store)
+        assert status(first) == 200, "without tenants inference needs no key"
+        assert httpx.get(f"{served.url}/v1/tenants").status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["add", ".."], "can't be a name"),
+        (["set", "nobody"], "no tenant 'nobody'"),
+        (["revoke", "nobody"], "no tenant 'nobody'"),
+        (["revoke", "nobody", "--key", "x"], "no key 'x'"),
+        (["key", "nobody"], "no tenant 'nobody'"),
+        (["list", "--db", "nonsense"], "--db"),
+    ],
+)
+def test_bad_input_is_a_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str], wanted: str) -> None:
+    assert run(["tenants", *words, *(() if "--db" in words else ("--store", str(tmp_path)))]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and wanted in captured.err
