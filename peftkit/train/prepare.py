@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
@@ -145,7 +146,8 @@ def prepare(recipe: Recipe) -> Prepared:
 
 def load(recipes: Sequence[Recipe]) -> tuple[Resident, list[Rows]]:
     """Reads the data of each run, then loads the base that they share; raises the errors of both."""
-    accelerator = Accelerator()
+    # told of the CPU, or it takes each of several processes there for the only one
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
     if not accelerator.is_main_process:
         logging.getLogger("peftkit").setLevel(logging.ERROR)  # one process tells what all of them do
     first = recipes[0]
