@@ -247,7 +247,7 @@ def _activated(x, function):
 
 
 def _narrow(cuts: Config) -> Config:
-    """Cuts of `_down`, whose input goes through registers, and of `_up`, whose widths are larger than LoRA's ranks."""
+    """Cuts of `_down`, whose input goes through registers."""
     return replace(cuts, block_k=min(cuts.block_k, 256 if cuts.shrink_rows > 1 else 512))
 
 
