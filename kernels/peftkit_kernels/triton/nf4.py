@@ -80,7 +80,7 @@ CONFIGS: Mapping[tuple[int, int], Config] = MappingProxyType(
         (64, 8): Config(rows=64, outs=64, unroll=1, num_warps=4, num_stages=4),
         (16, 9): Config(rows=16, outs=64, unroll=2, num_warps=2, num_stages=4),
         (32, 9): Config(rows=32, outs=64, unroll=2, num_warps=2, num_stages=4),
-        (64, 9): Config(rows=64, outs=64, unroll=2, num_warps=4, num_stages=4),
+        (64, 9): Config(rows=64, outs=64, unroll=1, num_warps=4, num_stages=4),
     }
 )
 """(rows rounded up to a tile, major compute capability) → configuration. Newer cards take the newest one's."""
