@@ -36,7 +36,7 @@ from peftkit.methods.soft_prompt import KEY as PROMPT_KEY
 logger = logging.getLogger(__name__)
 
 _HEAD_ROWS = f"{PREFIX}{HEAD}.token_adapter."
-_LAYER_KEY = re.compile(re.escape(BOTTLENECK_PREFIX) + r"\d+\.")
+_LAYER_KEY = re.compile(re.escape(BOTTLENECK_PREFIX) + r"[0-9]{1,4}\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ def _check_shapes(
         shapes = parameter_shapes(config) if config is not None else own_shapes(tensors, method, where)
         tied = is_tied(config) if config is not None else not any(name.startswith(_HEAD_ROWS) for name in tensors)
         try:
-            expected = method.expected_tensors(shapes, tied=tied)
+            expected = method.expected_tensors(shapes, tied=tied, partial=config is None)
         except InputError as error:
             raise AdapterError(f"{folder / CONFIG_FILE}: {error}", field=error.field) from error
         check_tensors(tensors, expected, where)
@@ -208,7 +208,10 @@ def _shape_of_base(config: PretrainedConfig) -> tuple[int, int]:
 
 
 def _own_bottleneck(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Layers and hidden size that a bottleneck adapter's own tensors speak of."""
+    """Layers and hidden size that a bottleneck adapter's own tensors speak of.
+
+    A number that is out of all proportion isn't taken for a layer's: its tensor then matches nothing.
+    """
     layers = [int(name.removeprefix(BOTTLENECK_PREFIX).split(".")[0]) for name in tensors if _LAYER_KEY.match(name)]
     hidden = next((tensor.shape[1] for name, tensor in tensors.items() if name.endswith("down.weight")), 0)
     return max(layers, default=-1) + 1, hidden

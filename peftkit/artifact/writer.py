@@ -49,7 +49,8 @@ def write_parts(
         files[own + TENSOR_FILE] = safetensors.torch.save(part.tensors, metadata={"format": "pt"})
         if own:
             files[own + RECORD_FILE] = _json({**record, "uid": uid_of(part.config, part.tensors)})
-        files[own + CONFIG_FILE] = _json(peft_config)
+        # sorted by field only: the first key of rank_pattern that matches wins
+        files[own + CONFIG_FILE] = _json(dict(sorted(peft_config.items())), sort_keys=False)
     record["uid"] = uid_of_parts([(part.config, part.tensors) for part in settled])
     if len(parts) > 1:
         record["parts"] = [part.config.kind for part in settled]
@@ -122,5 +123,5 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _json(value: Mapping[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+def _json(value: Mapping[str, Any], *, sort_keys: bool = True) -> bytes:
+    return (json.dumps(value, indent=2, sort_keys=sort_keys, ensure_ascii=False) + "\n").encode()

@@ -21,7 +21,7 @@ HEAD = "lm_head"
 ENDS = (EMBEDDING, HEAD)
 """The modules outside the decoder layers that an adapter may name; in a tied base they share one weight."""
 
-_LAYER = regex.compile(r"(?:^|\.)layers\.(\d+)\.")
+_LAYER = regex.compile(r"(?:^|\.)layers\.([0-9]{1,9})\.")
 
 
 def _regular_expression(pattern: str) -> str:
@@ -99,13 +99,14 @@ class LoraConfig(MethodSettings):
         """The largest rank of any layer."""
         return max([self.r, *self.rank_pattern.values()])
 
-    def resolve(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LoraSite]:
+    def resolve(self, shapes: Mapping[str, tuple[int, ...]], *, partial: bool = False) -> dict[str, LoraSite]:
         """The layers that this config adapts, among modules whose weights have the given shapes.
 
         A linear layer's is (out, in), an embedding's (tokens, width). Raises InputError for a name, pattern or layer
-        index that matches nothing.
+        index that matches nothing. With `partial` the modules are the adapted ones alone, so that what is left out
+        can't be among them.
         """
-        paths = self._targeted(shapes)
+        paths = self._targeted(shapes, partial)
         for field in ("rank_pattern", "alpha_pattern"):
             for key in getattr(self, field):
                 if not any(_hits(key, path, field) for path in paths):
@@ -158,10 +159,14 @@ class LoraConfig(MethodSettings):
             rows.pop(HEAD, None)
         return rows
 
-    def expected_tensors(self, parameters: Mapping[str, tuple[int, ...]], *, tied: bool) -> dict[str, tuple[int, ...]]:
-        """PEFT key → shape of the tensors of an adapter with this config on a base with the given parameters."""
+    def expected_tensors(
+        self, parameters: Mapping[str, tuple[int, ...]], *, tied: bool, partial: bool = False
+    ) -> dict[str, tuple[int, ...]]:
+        """PEFT key → shape of the tensors of an adapter with this config on a base with the given parameters, which
+        with `partial` are those of adapted modules alone."""
         shapes = matrices(parameters)
-        sites, saved, rows = self.resolve(shapes), self.saved(parameters), self.token_rows(shapes, tied=tied)
+        sites, saved = self.resolve(shapes, partial=partial), self.saved(parameters)
+        rows = self.token_rows(shapes, tied=tied)
         self.check_apart(sites, saved, rows, tied=tied)
         expected: dict[str, tuple[int, ...]] = {}
         for path, site in sites.items():
@@ -225,30 +230,30 @@ class LoraConfig(MethodSettings):
             shapes["lora_magnitude_vector"] = (site.out_features,)
         return shapes
 
-    def _targeted(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+    def _targeted(self, shapes: Mapping[str, tuple[int, ...]], partial: bool) -> set[str]:
         candidates = [path for path in shapes if _LAYER.search(path) or path in ENDS]
         if self.layers_to_transform is not None:
-            candidates = self._in_layers(candidates)
+            candidates = self._in_layers(candidates, partial)
         if isinstance(self.targets, list):
             if not self.targets:
                 raise InputError("targets is empty: name the layers to adapt, or write all-linear", field="targets")
-            paths = match_names(self.targets, candidates, "targets")
+            paths = match_names(self.targets, candidates, "targets", partial=partial and bool(self.exclude))
         elif self.targets.lower() == "all-linear":
             paths = {path for path in candidates if path not in ENDS}
         else:
             paths = match_regex(self.targets, candidates, "targets")
         if self.exclude:
             match = match_names if isinstance(self.exclude, list) else match_regex
-            paths -= match(self.exclude, candidates, "exclude")  # type: ignore[arg-type]
+            paths -= match(self.exclude, candidates, "exclude", partial=partial)  # type: ignore[arg-type]
         if not paths:
             raise InputError("targets and exclude leave no layer to adapt", field="targets")
         return paths
 
-    def _in_layers(self, paths: list[str]) -> list[str]:
+    def _in_layers(self, paths: list[str], partial: bool) -> list[str]:
         assert self.layers_to_transform is not None
         by_layer = {path: int(found.group(1)) for path in paths if (found := _LAYER.search(path))}
         for index in self.layers_to_transform:
-            if index not in by_layer.values():
+            if index not in by_layer.values() and not partial:
                 last = max(by_layer.values(), default=-1)
                 raise InputError(
                     f"layers_to_transform: there is no layer {index}, this model has 0 to {last}",

@@ -165,13 +165,16 @@ def matches(path: str, name: str) -> bool:
     return path == name or path.endswith("." + name)
 
 
-def match_names(names: Iterable[str], paths: Iterable[str], field: str) -> set[str]:
-    """Paths matched by a list of names; a name that matches none raises InputError with the nearest right name."""
+def match_names(names: Iterable[str], paths: Iterable[str], field: str, *, partial: bool = False) -> set[str]:
+    """Paths matched by a list of names; a name that matches none raises InputError with the nearest right name.
+
+    With `partial` the paths are some of a model's only, and a name may match none of them.
+    """
     paths = list(paths)
     found: set[str] = set()
     for name in names:
         hit = {path for path in paths if matches(path, name)}
-        if not hit:
+        if not hit and not partial:
             known = {path.rsplit(".", 1)[-1] for path in paths} | set(paths)
             raise InputError(
                 f"{field}: '{name}' matches no module of this model{did_you_mean(name, known)}", field=field
@@ -180,15 +183,19 @@ def match_names(names: Iterable[str], paths: Iterable[str], field: str) -> set[s
     return found
 
 
-def match_regex(pattern: str, paths: Iterable[str], field: str) -> set[str]:
-    """Paths that a regular expression matches whole, as HF PEFT reads a string; InputError when there is none."""
+def match_regex(pattern: str, paths: Iterable[str], field: str, *, partial: bool = False) -> set[str]:
+    """Paths that a regular expression matches whole, as HF PEFT reads a string; InputError when there is none.
+
+    With `partial` the paths are some of a model's only, and none of them need match.
+    """
     paths = list(paths)
     found = {path for path in paths if fullmatch(pattern, path, field)}
-    if not found:
-        known = {path.rsplit(".", 1)[-1] for path in paths}
-        raise InputError(
-            f"{field}: '{pattern}' matches no module of this model{did_you_mean(pattern, known)}", field=field
-        )
+    if not found and not partial:
+        if any(matches(path, pattern) for path in paths):
+            hint = f"; a string is a regular expression for whole paths, for a name write ['{pattern}']"
+        else:
+            hint = did_you_mean(pattern, {path.rsplit(".", 1)[-1] for path in paths} | {"all-linear"})
+        raise InputError(f"{field}: '{pattern}' matches no module of this model{hint}", field=field)
     return found
 
 

@@ -100,4 +100,5 @@ class PTuning(SoftPrompt):
 
     def assign(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes the exported tokens; the network is given up for them."""
-        self.replace_encoder(VirtualTokens(tensors[KEY].to(self._embedding.weight.device, torch.float32, copy=True)))
+        device = input_embedding(self._model).weight.device
+        self.replace_encoder(VirtualTokens(tensors[KEY].to(device, torch.float32, copy=True)))

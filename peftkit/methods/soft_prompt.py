@@ -40,8 +40,7 @@ class SoftPrompt(Method):
     """
 
     def __init__(self, model: PreTrainedModel, num_virtual_tokens: int, encoder: nn.Module) -> None:
-        embedding = input_embedding(model)
-        self._model, self._embedding = model, embedding
+        self._model = model
         self._num_virtual = num_virtual_tokens
         self._prepended = False
         self.replace_encoder(encoder)
@@ -58,7 +57,7 @@ class SoftPrompt(Method):
         return {KEY: exported(self._encoder())}
 
     def expected(self) -> dict[str, tuple[int, ...]]:
-        return {KEY: (self._num_virtual, self._embedding.embedding_dim)}
+        return {KEY: (self._num_virtual, input_embedding(self._model).embedding_dim)}
 
     def replace_encoder(self, encoder: nn.Module) -> None:
         """Takes another source of virtual tokens in the place of the present one."""
@@ -77,7 +76,8 @@ class SoftPrompt(Method):
             assert not rest, "a trunk is called with keywords beyond input_ids"
         embeds = kwargs.get("inputs_embeds")
         if embeds is None:
-            embeds = self._embedding(kwargs["input_ids"])
+            # asked for each time: an adapter that was attached later may stand in its place
+            embeds = input_embedding(self._model)(kwargs["input_ids"])
         B, T = embeds.shape[:2]
         V = self._num_virtual
         cache = kwargs.get("past_key_values")

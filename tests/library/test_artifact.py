@@ -87,6 +87,44 @@ def test_the_files_are_pefts(saved: Artifact) -> None:
         assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in file.keys()
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"targets": ["q_proj", "v_proj"], "exclude": ["v_proj", "layers.0.self_attn.q_proj"]},
+        {"targets": r".*\.(q|v)_proj", "exclude": r".*layers\.0\..*"},
+        {"exclude": ["mlp.down_proj"], "layers_to_transform": [1]},
+        {"targets": ["layers.0.self_attn.q_proj"], "layers_to_transform": [0, 1]},
+        {"rank_pattern": {"q_proj": 2, ".*self_attn.*": 5, r".*\.1\..*": 3}, "alpha_pattern": {"v_proj": 3, ".*": 5}},
+    ],
+    ids=str,
+)
+def test_layers_left_out_and_the_order_of_patterns_are_read_back_without_the_base(
+    model: PreTrainedModel, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    config = LoraConfig(**settings)
+    attach(model, config)
+    saved = save_adapter(model, tmp_path / "a")
+    read = read_adapter(tmp_path / "a")
+    assert read.uid == saved.uid == read_adapter(tmp_path / "a", config=model.config).uid
+    assert isinstance(read.config, LoraConfig)
+    assert list(read.config.rank_pattern.items()) == list(config.rank_pattern.items())
+
+
+def test_a_tensor_of_an_excluded_layer_is_refused_without_the_base(saved: Artifact) -> None:
+    edit_config(saved.path, exclude_modules=["v_proj"])
+    with pytest.raises(AdapterError, match="match nothing in the model: .*v_proj"):
+        read_adapter(saved.path)
+
+
+@pytest.mark.parametrize("layer", ["9" * 8, "9" * 5000, "\u0663"], ids=len)
+def test_a_layer_out_of_all_proportion_is_refused(model: PreTrainedModel, tmp_path: Path, layer: str) -> None:
+    attach(model, BottleneckConfig(bottleneck_size=3))
+    saved = save_adapter(model, tmp_path / "a")
+    edit_tensors(saved.path, **{f"base_model.model.model.layers.{layer}.mlp_adapter.up.bias": torch.zeros(32)})
+    with pytest.raises(AdapterError, match="1 tensors match nothing in the model"):
+        read_adapter(saved.path)
+
+
 def test_uid_follows_content_and_not_names_order_or_dropout(saved: Artifact, tmp_path: Path) -> None:
     def uid(config: LoraConfig, tensors: dict[str, torch.Tensor]) -> str:
         return write_adapter(tmp_path / "b", config, tensors).uid

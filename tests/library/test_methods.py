@@ -229,6 +229,33 @@ class Tokenizer:
         return self
 
 
+@pytest.mark.parametrize("config", [PromptTuningConfig(num_virtual_tokens=5), PTuningConfig(num_virtual_tokens=5)])
+@pytest.mark.parametrize(
+    "other",
+    [
+        LoraConfig(r=4, targets=["embed_tokens"]),
+        LoraConfig(targets=["q_proj"], modules_to_save=["embed_tokens"]),
+        LoraConfig(targets=["q_proj"], trainable_token_indices=[3, 9]),
+    ],
+    ids=name_of,
+)
+def test_an_embedding_adapted_after_a_soft_prompt_counts_as_one_adapted_before(
+    model: PreTrainedModel, config: MethodConfig, other: LoraConfig
+) -> None:
+    ids = torch.randperm(97)[None]
+    logits = []
+    for pair in ((config, other), (other, config)):
+        for one in pair:
+            attach(model, one)
+        for method in sorted(attached(model), key=lambda method: method.kind):
+            torch.manual_seed(0)
+            for _, parameter in sorted(method.parameters().items()):
+                torch.nn.init.normal_(parameter, std=0.3)
+        logits.append(model(input_ids=ids).logits)
+        detach(model)
+    torch.testing.assert_close(*logits, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("encoder", ["mlp", "lstm", None])
 def test_text_init_takes_the_texts_own_embeddings(model: PreTrainedModel, encoder: Literal["mlp", "lstm"]) -> None:
     text: dict[str, Any] = {"num_virtual_tokens": 5, "init_text": "some words"}
@@ -287,6 +314,8 @@ def test_the_first_matching_pattern_wins_and_scales_follow_the_variant(model: Pr
         ({"targets": ["q_proj", "v_prj"]}, "'v_prj' matches no module.*did you mean 'v_proj'"),
         ({"targets": ["q_proj"], "exclude": ["nothing"]}, "exclude: 'nothing'"),
         ({"targets": "nothing.*"}, "targets: 'nothing"),
+        ({"targets": "q_proj"}, r"a string is a regular expression .* write \['q_proj'\]"),
+        ({"targets": "all_linear"}, "did you mean 'all-linear'"),
         ({"targets": "(("}, "not a regular expression"),
         ({"targets": []}, "targets is empty"),
         ({"targets": ["q_proj"], "exclude": ["q_proj"]}, "leave no layer"),
