@@ -3,12 +3,23 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from peftkit_kernels import Segments, sort_by_slot
 from peftkit_serve.plan import Chunk
+
+
+class Extras(NamedTuple):
+    """What adapters have beside LoRA on the linear layers of the decoder: each costs a step launches of its own."""
+
+    bottlenecks: bool
+    head_lora: bool
+    """LoRA of the output embedding."""
+    ends: bool
+    """Other parts of the decoder's two ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +47,8 @@ class Batch:
     that draws a token."""
     sample_segments: Segments | None
     """These rows, counted in their own order, by adapter slot; None when all are the bare base's."""
+    extras: Extras | None = None
+    """Which of them the step's adapters have; None stands for whatever a resident adapter has."""
 
 
 def build_batch(chunks: Sequence[Chunk], *, page_tokens: int, device: torch.device) -> Batch:

@@ -84,6 +84,7 @@ class Engine:
         num_pages: int | None = None,
         adapter_bytes: int | None = None,
         deterministic: bool = False,
+        graphs: bool | None = None,
         policy: Policy | None = None,
     ) -> None:
         """
@@ -94,6 +95,7 @@ class Engine:
         num_pages: KV memory in pages of 16 tokens; None takes what the device's memory leaves.
         adapter_bytes: memory of these adapters on the device; None takes room for `max_adapters` LoRAs of rank 64.
         deterministic: a request's tokens don't depend on what else is in its batch, at some cost in speed.
+        graphs: steps of generated tokens alone run as CUDA graphs; None does so on a GPU.
 
         policy: whose turn it is among waiting requests; None for the order of arrival.
 
@@ -113,6 +115,7 @@ class Engine:
             num_pages=num_pages,
             adapter_bytes=adapter_bytes,
             deterministic=deterministic,
+            graphs=graphs,
         )
         self.spec: ModelSpec = self._runner.spec
         self._pages = PageAllocator(self._runner.num_pages)

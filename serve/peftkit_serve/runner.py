@@ -1,6 +1,8 @@
 """A step's plan → tensors → logits → tokens, on one device; owns the weights, the KV pages and the adapter memory."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 
 import psutil
 import torch
@@ -11,15 +13,22 @@ from peftkit.errors import InputError, RunError
 from peftkit_kernels import copy_pages
 from peftkit_serve.adapters.memory import AdapterMemory
 from peftkit_serve.adapters.packing import UNIT_BYTES
-from peftkit_serve.batch import Batch, build_batch
+from peftkit_serve.batch import Batch, Extras, build_batch
+from peftkit_serve.decode_inputs import DecodeInputs
+from peftkit_serve.graphs import DecodeGraphs, Drawn
 from peftkit_serve.models.decoder import Decoder
 from peftkit_serve.models.spec import ModelSpec, read_spec
 from peftkit_serve.models.weights import base_linear, load_weights
 from peftkit_serve.pages import PAGE_TOKENS, pages_for
 from peftkit_serve.plan import Chunk, Sample, StepPlan, StepResult
+from peftkit_serve.request import SamplingParams
 from peftkit_serve.sampler import draw, logprobs
 
 _ROOMY_RANK = 64  # by default adapter memory holds all slots at this rank on every linear layer
+_WARM_UP_TOKENS = (2, 17, 40, 65, 200, 257, 300, 1025)  # of steps that between them meet every kernel's configurations
+_BARE, _LORA, _ALL = Extras(False, False, False), Extras(False, False, False), Extras(True, True, False)
+_GREEDY = Sample(SamplingParams(temperature=0.0), 0, 0)
+_DRAWN = Sample(SamplingParams(temperature=1.0, top_k=8, top_p=0.9), 0, 0)
 
 
 class Runner:
@@ -37,6 +46,7 @@ class Runner:
         num_pages: int | None = None,
         adapter_bytes: int | None = None,
         deterministic: bool = False,
+        graphs: bool | None = None,
     ) -> None:
         """
         num_slots: LoRA and bottleneck adapters on the device at a time.
@@ -45,6 +55,7 @@ class Runner:
         adapter_bytes: their memory; None takes room for a LoRA of rank 64 in each slot, at most a quarter of what is
             free.
         deterministic: a request's tokens don't depend on what else is in its steps.
+        graphs: steps of single tokens run on padded buffers, on a GPU as CUDA graphs; None does so on a GPU.
 
         Raises BaseModelError for a base that can't be served, InputError for a bad number, RunError when the device
         has too little memory.
@@ -67,23 +78,24 @@ class Runner:
         elif num_pages < 1:
             raise InputError(f"num_pages is {num_pages}: it must be at least 1", field="num_pages")
         self.num_pages = num_pages
-        self._kv = _allocate_kv(self.spec, num_pages, dtype, where)
+        # one page more, which rows without a request write to
+        self._kv = _allocate_kv(self.spec, num_pages + 1, dtype, where)
+        self.kv_bytes = num_pages * PAGE_TOKENS * self.spec.kv_bytes_per_token(dtype)
+        """Bytes of the KV pages that requests can have."""
         self.memory = AdapterMemory(
             self.spec, num_slots=num_slots, budget_bytes=adapter_bytes, dtype=dtype, device=where
         )
         self._device = where
-        self._decoder = Decoder(
-            self.spec,
-            weights,
-            self.memory,
-            max_position=min(self.spec.max_position, num_pages * PAGE_TOKENS),
-            deterministic=deterministic,
-        )
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of all KV pages."""
-        return sum(kv.nbytes for kv in self._kv)
+        self._max_tokens = max_tokens_per_step
+        longest = min(self.spec.max_position, num_pages * PAGE_TOKENS)
+        self._decoder = Decoder(self.spec, weights, self.memory, max_position=longest, deterministic=deterministic)
+        self._graphs: DecodeGraphs | None = None
+        if where.type == "cuda" if graphs is None else graphs:
+            inputs = DecodeInputs(
+                max_rows=max_requests, max_pages=pages_for(longest), scratch_page=num_pages, device=where
+            )
+            self._graphs = DecodeGraphs(inputs, self._logits, where)
+        self._warm_up()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -95,6 +107,9 @@ class Runner:
             source_X, destination_X = torch.tensor(plan.copies, device=self._device).unbind(1)
             for kv in self._kv:
                 copy_pages(kv, source_X, destination_X)
+        extras = self.memory.extras_of(chunk.slot for chunk in plan.chunks)
+        if self._graphs is not None and self._graphs.takes(plan.chunks, extras):
+            return self._decode(self._graphs.run(plan.chunks, extras), plan.chunks)
         batch = self._batch(plan.chunks)
         hidden_XH = self._decoder.forward(batch, self._kv)
         if not hidden_XH.shape[0]:
@@ -124,6 +139,40 @@ class Runner:
     def base_linear(self, path: str) -> tuple[Tensor, Tensor | None]:
         """The base's weight (out, in) and bias (out) of a linear module; may be called from any thread."""
         return base_linear(self._weights, self.spec, path)
+
+    def _logits(self, batch: Batch) -> Tensor:
+        return self._decoder.logits(self._decoder.forward(batch, self._kv), batch)
+
+    def _decode(self, drawn: Drawn, chunks: Sequence[Chunk]) -> StepResult:
+        """The result of a step of single tokens. Rows that ask for more than a draw are drawn anew."""
+        if not drawn.plain:
+            rows = [row for row, chunk in enumerate(chunks) if chunk.sample is not None]
+            return _draw(drawn.logits_NV[rows], [chunks[row] for row in rows])
+        tokens = drawn.token_N.tolist()  # waits for the step
+        return StepResult(
+            {chunk.request_id: tokens[row] for row, chunk in enumerate(chunks) if chunk.sample is not None}
+        )
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Compiles and captures all that steps on a GPU need, so that no request waits for it.
+
+        Kernels' configurations follow from the numbers of rows, requests and segments; the ranks may be 0.
+        """
+        if self._device.type != "cuda":
+            return
+        scratch, longest = self.num_pages, self._max_tokens
+        table = (scratch,) * pages_for(longest)
+        lengths = sorted({min(length, longest) for length in _WARM_UP_TOKENS} | {longest})
+        for length, beside, extras in product(lengths, (0, 1), (_BARE, _LORA, _ALL)):
+            slot = -1 if extras is _BARE else 0
+            chunk = Chunk("", (0,) * (length - beside), 0, table, slot, 0, _GREEDY) if length > beside else None
+            single = Chunk("", (0,), 0, table, slot, 0, _DRAWN)
+            chunks = [*([] if chunk is None else [chunk]), *[single] * beside]
+            batch = replace(self._batch(chunks), extras=extras)
+            draw(self._logits(batch), [one.sample for one in chunks if one.sample is not None])
+        if self._graphs is not None:
+            self._graphs.capture()
 
     def _batch(self, chunks: Sequence[Chunk]) -> Batch:
         return build_batch(chunks, page_tokens=PAGE_TOKENS, device=self._device)

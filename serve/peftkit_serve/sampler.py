@@ -1,6 +1,7 @@
 """Logits → tokens and their log-probabilities, each row by its own request's parameters, seed and step."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,6 +9,17 @@ from torch import Tensor
 from peftkit_kernels import sample
 from peftkit_serve.plan import Sample
 from peftkit_serve.request import TokenLogprobs
+
+
+class Draws(NamedTuple):
+    """What rows are drawn by, one entry a row; the argument order of `sample`."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    step: Tensor
 
 
 def draw(logits_NV: Tensor, samples: Sequence[Sample]) -> list[int]:
@@ -33,7 +45,7 @@ def draw(logits_NV: Tensor, samples: Sequence[Sample]) -> list[int]:
         column([one.top_k for one in params], torch.int32),
         column([one.top_p for one in params], torch.float32),
         column([one.min_p for one in params], torch.float32),
-        column([_signed(one.seed) for one in samples], torch.int64),
+        column([signed(one.seed) for one in samples], torch.int64),
         column([one.step for one in samples], torch.int64),
     ).tolist()
 
@@ -50,6 +62,11 @@ def logprobs(logits_NV: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
         TokenLogprobs(token, value, tuple(zip(top_ids[:count], top_values[:count], strict=True)))
         for token, value, (top_ids, top_values), count in zip(token_ids, chosen, tops, num_top, strict=True)
     ]
+
+
+def is_plain(one: Sample) -> bool:
+    """Whether a row asks for no more than a draw from its logits as they are."""
+    return not _is_adjusted(one) and one.params.logprobs is None
 
 
 def _is_adjusted(one: Sample) -> bool:
@@ -77,6 +94,6 @@ def _adjust_(logits_V: Tensor, one: Sample) -> None:
         logits_V.masked_fill_(~allowed.to(device), float("-inf"))
 
 
-def _signed(seed: int) -> int:
+def signed(seed: int) -> int:
     """Any integer seed as the 64-bit one that is equal to it modulo 2⁶⁴."""
     return (seed + 2**63) % 2**64 - 2**63

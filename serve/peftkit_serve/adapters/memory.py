@@ -10,7 +10,7 @@ rank or width 0 is what the slot's adapter leaves alone.
 
 import bisect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from peftkit_serve.adapters.packing import (
     PackedAdapter,
     PackedLayer,
 )
+from peftkit_serve.batch import Extras
 from peftkit_serve.models.spec import PROJECTIONS, ModelSpec
 
 _GROUPS = (slice(0, 3), slice(3, 4), slice(4, 6), slice(6, 7))  # q k v, o, gate up, down: each reads one input
@@ -116,7 +117,7 @@ class AdapterMemory:
             for layer in layers
         ]
         self._resident: dict[int, PackedAdapter] = {}
-        self._has_bottlenecks = self._has_head_lora = False
+        self._extras, self._extras_by_slot = _joined(()), dict[int, Extras]()
         self._ends: dict[int, Ends] = {}
         self._extents: list[tuple[int, int, int, int]] = []  # (first unit, units, slot, layer), ascending
 
@@ -141,18 +142,29 @@ class AdapterMemory:
         """A layer's LoRA tables for its four fused linears: q k v, o, gate up, down."""
         return self._grouped[layer]
 
-    def bottleneck_tables(self, layer: int) -> list[BottleneckTables] | None:
-        """A layer's tables for attention and feed-forward; None while no resident adapter has bottlenecks."""
-        return self._sub_layers[layer] if self._has_bottlenecks else None
+    def bottleneck_tables(self, layer: int) -> list[BottleneckTables]:
+        """A layer's tables for attention and feed-forward."""
+        return self._sub_layers[layer]
+
+    @property
+    def extras(self) -> Extras:
+        """What a resident adapter has."""
+        return self._extras
+
+    def extras_of(self, slots: Iterable[int]) -> Extras:
+        """What the adapters in some slots have; -1 is none."""
+        if not any(self._extras):
+            return self._extras
+        return _joined(self._extras_by_slot[slot] for slot in set(slots) if slot >= 0)
 
     @property
     def ends(self) -> Mapping[int, Ends]:
         """What slots have at the ends of the decoder; only those that have something."""
         return self._ends
 
-    def head_tables(self) -> LoraTables | None:
-        """LoRA tables of the output embedding; None while no resident adapter has any."""
-        return LoraTables(*(table[:1] for table in self._tables[-1])) if self._has_head_lora else None
+    def head_tables(self) -> LoraTables:
+        """LoRA tables of the output embedding."""
+        return LoraTables(*(table[:1] for table in self._tables[-1]))
 
     def load(self, slot: int, packed: PackedAdapter) -> None:
         """Copies an adapter into a free slot; the caller has seen that it fits.
@@ -169,7 +181,8 @@ class AdapterMemory:
                     bisect.insort(self._extents, (start, layer.num_units, slot, index))
             self._resident[slot] = packed
             self._write_tables(slot)
-            self._note_what_is_there()
+            self._extras_by_slot[slot] = _extras_of(packed)
+            self._extras = _joined(self._extras_by_slot.values())
         except BaseException:
             self._forget(slot)
             raise
@@ -197,20 +210,17 @@ class AdapterMemory:
             widths[:, :, slot] = torch.tensor([[span.width for span in layer.bottleneck] for layer in packed.layers])
         assert torch.equal(ranks, self._lora.rank_PS), "the rank table differs from the resident adapters"
         assert torch.equal(widths, self._bottleneck.width_S), "the width table differs from the resident adapters"
-        assert self._has_bottlenecks == any(packed.has_bottlenecks for packed in self._resident.values())
-        assert set(self._ends) <= set(self._resident)
+        assert self._extras_by_slot == {slot: _extras_of(packed) for slot, packed in self._resident.items()}
+        assert set(self._ends) == {slot for slot, packed in self._resident.items() if packed.has_ends}
 
     def _forget(self, slot: int) -> None:
         self._resident.pop(slot, None)
         self._extents = [extent for extent in self._extents if extent[2] != slot]
         self._ends.pop(slot, None)
-        self._note_what_is_there()
+        self._extras_by_slot.pop(slot, None)
+        self._extras = _joined(self._extras_by_slot.values())
         self._lora.rank_PS[:, :, slot] = 0
         self._bottleneck.width_S[:, :, slot] = 0
-
-    def _note_what_is_there(self) -> None:
-        self._has_bottlenecks = any(packed.has_bottlenecks for packed in self._resident.values())
-        self._has_head_lora = any(packed.layers[-1].lora[0].rank for packed in self._resident.values())
 
     def _weights_at(self, start: int, num_elements: int) -> Tensor:
         return self.weights[start * self._unit :][:num_elements]
@@ -265,6 +275,14 @@ class AdapterMemory:
         lora = matrix(span.offset_a, vocab, span.rank), matrix(span.offset_b, hidden, span.rank), span.scale
         ends = Ends(embedding, head, lora if span.rank else None)
         return None if ends == (None, None, None) else ends
+
+
+def _extras_of(packed: PackedAdapter) -> Extras:
+    return Extras(packed.has_bottlenecks, packed.has_head_lora, packed.has_ends)
+
+
+def _joined(extras: Iterable[Extras]) -> Extras:
+    return Extras(*map(any, zip((False, False, False), *extras, strict=True)))
 
 
 def _moved(token_ids: Tensor | None, device: torch.device) -> Tensor | None:

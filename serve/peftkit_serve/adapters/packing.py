@@ -115,6 +115,17 @@ class PackedAdapter:
         """Whether any sub-layer has a bottleneck."""
         return any(span.width for layer in self.layers for span in layer.bottleneck)
 
+    @property
+    def has_head_lora(self) -> bool:
+        """Whether the output embedding has a LoRA."""
+        return self.layers[-1].lora[0].rank > 0
+
+    @property
+    def has_ends(self) -> bool:
+        """Whether the input embedding has a LoRA, or either end rows of the adapter's own."""
+        last = self.layers[-1]
+        return last.lora[1].rank > 0 or any(span.num_rows for span in last.rows)
+
 
 def pack_lora(
     tensors: Mapping[str, Tensor],

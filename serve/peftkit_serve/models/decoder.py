@@ -29,7 +29,7 @@ from peftkit_kernels import (
     silu_and_mul,
 )
 from peftkit_serve.adapters.memory import AdapterMemory, BottleneckTables, LoraTables
-from peftkit_serve.batch import Batch
+from peftkit_serve.batch import Batch, Extras
 from peftkit_serve.models.ends import embed, replace_logits
 from peftkit_serve.models.spec import ModelSpec
 from peftkit_serve.models.weights import LayerWeights, ModelWeights
@@ -62,10 +62,11 @@ class Decoder:
         eps = self._spec.norm_eps
         cos_TE, sin_TE = (table.index_select(0, batch.position_T) for table in (self._cos_XE, self._sin_XE))
         x_TH = self._embed(batch) if inputs_TH is None else inputs_TH
+        with_bottlenecks = batch.segments is not None and self._extras(batch).bottlenecks
         residual_TH: Tensor | None = None
         for index, layer in enumerate(self._weights.layers):
             adapted = None if batch.segments is None else self._memory.grouped_tables(index)
-            beside = None if batch.segments is None else self._memory.bottleneck_tables(index)
+            beside = self._memory.bottleneck_tables(index) if with_bottlenecks else None
             h_TH, residual_TH = rms_norm(x_TH, layer.input_norm_H, eps, residual_TH)
             x_TH = self._attention(batch, index, layer, h_TH, cos_TE, sin_TE, kv[index], adapted)
             if beside is not None:
@@ -81,17 +82,21 @@ class Decoder:
     def logits(self, hidden_XH: Tensor, batch: Batch) -> Tensor:
         """Logits (X, V) of the rows that `forward` returned."""
         logits_XV = linear(hidden_XH, self._weights.head_VH, deterministic=self._deterministic)
-        rows = batch.sample_segments
+        rows, extras = batch.sample_segments, self._extras(batch)
         if rows is None:
             return logits_XV
-        if self._memory.ends:
+        if extras.ends:
             replace_logits(logits_XV, hidden_XH, rows, self._memory.ends, deterministic=self._deterministic)
-        tables = self._memory.head_tables()
-        return logits_XV if tables is None else self._add_lora(logits_XV, hidden_XH, rows, tables, self._head)
+        if extras.head_lora:
+            self._add_lora(logits_XV, hidden_XH, rows, self._memory.head_tables(), self._head)
+        return logits_XV
+
+    def _extras(self, batch: Batch) -> Extras:
+        return self._memory.extras if batch.extras is None else batch.extras
 
     def _embed(self, batch: Batch) -> Tensor:
         x_TH = embedding(batch.token_T, self._weights.embedding_VH)
-        if batch.segments is not None and self._memory.ends:
+        if batch.segments is not None and self._extras(batch).ends:
             embed(x_TH, batch.token_T, batch.segments, self._memory.ends, deterministic=self._deterministic)
         return x_TH
 
