@@ -7,13 +7,17 @@ READY := $(VENV)/.ready
 # spinning OpenMP threads multiply the CPU time as soon as cores are busy
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test check clean
+.PHONY: demo test test-service check clean
 
 demo: $(READY)
 	$(BIN)/peftkit demo
 
 test: $(READY)
 	$(BIN)/pytest
+
+# the service's lasting state on a real PostgreSQL, which is installed where it is missing and started on a free port
+test-service: $(READY)
+	.ci/test-service $(BIN)
 
 check: $(READY)
 	$(BIN)/ruff check .

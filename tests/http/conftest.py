@@ -1,5 +1,6 @@
 """A tiny random base and adapters for it, served by a real uvicorn on a free port."""
 
+import os
 import random
 import threading
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import openai
 import pytest
+import sqlalchemy as sa
 import torch
 import uvicorn
 from fastapi import FastAPI
@@ -27,6 +29,8 @@ from peftkit_serve.http.settings import Settings
 from peftkit_serve.tenants.database import Database
 
 CONTEXT = 2048
+REAL_DATABASE = os.environ.get("PEFTKIT_TEST_DATABASE")
+"""A PostgreSQL that tests of the lasting state use in SQLite's place: `make test-service` starts one."""
 
 CONFIG = LlamaConfig(
     vocab_size=260,
@@ -154,6 +158,24 @@ class Served:
             time.sleep(0.002)
         self.engine.check_integrity()
         assert all(self.engine.adapters.get(name).references == 0 for name in self.engine.adapters.names())
+
+
+def wipe(url: str) -> None:
+    """Removes everything from a test database on PostgreSQL."""
+    engine = sa.create_engine(url)
+    with engine.begin() as connection:
+        connection.execute(sa.text("DROP SCHEMA public CASCADE"))
+        connection.execute(sa.text("CREATE SCHEMA public"))
+    engine.dispose()
+
+
+@pytest.fixture
+def database_url(tmp_path: Path) -> str:
+    """An empty database: on SQLite, or the one that PEFTKIT_TEST_DATABASE names."""
+    if REAL_DATABASE is None:
+        return f"sqlite:///{tmp_path / 'store' / 'state.db'}"
+    wipe(REAL_DATABASE)
+    return REAL_DATABASE
 
 
 @contextmanager

@@ -21,10 +21,17 @@ Folders = dict[str, Path]
 
 
 @pytest.fixture
-def served(make_engine: Callable[..., Any], serve: Callable[..., Any], tmp_path: Path) -> Iterator[Any]:
+def served(
+    make_engine: Callable[..., Any], serve: Callable[..., Any], tmp_path: Path, database_url: str
+) -> Iterator[Any]:
     """A server of its own with an empty store, and roots for adapters by path."""
     (tmp_path / "root").mkdir()
-    settings = {"store": tmp_path / "store", "adapter_roots": (tmp_path / "root",), "max_upload_bytes": 2**20}
+    settings = {
+        "store": tmp_path / "store",
+        "database": database_url,
+        "adapter_roots": (tmp_path / "root",),
+        "max_upload_bytes": 2**20,
+    }
     with serve(make_engine(), **settings) as server:
         yield server
         server.wait_idle()
@@ -342,9 +349,13 @@ def test_vllms_bodies_load_and_unload(served: Any, adapter_folders: Folders, tmp
 
 
 def test_adapters_and_aliases_are_there_after_a_restart(
-    make_engine: Callable[..., Any], serve: Callable[..., Any], adapter_folders: Folders, tmp_path: Path
+    make_engine: Callable[..., Any],
+    serve: Callable[..., Any],
+    adapter_folders: Folders,
+    tmp_path: Path,
+    database_url: str,
 ) -> None:
-    settings = {"store": tmp_path / "store"}
+    settings = {"store": tmp_path / "store", "database": database_url}
     with serve(make_engine(), **settings) as first:
         for name in ("red", "blue"):
             upload(first, "a", adapter_folders[name])

@@ -1,6 +1,5 @@
 """The lasting state, on SQLite and, where PEFTKIT_TEST_DATABASE names one, on PostgreSQL."""
 
-import os
 import random
 import signal
 import subprocess
@@ -8,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,32 +23,13 @@ from peftkit_serve.tenants.records import SHARED, Limits
 MakeDatabase = Callable[..., Database]
 
 
-def wipe(url: str) -> None:
-    """Removes everything from a test database."""
-    engine = sa.create_engine(url)
-    with engine.begin() as connection:
-        connection.execute(sa.text("DROP SCHEMA public CASCADE"))
-        connection.execute(sa.text("CREATE SCHEMA public"))
-    engine.dispose()
-
-
 @pytest.fixture
-def url(tmp_path: Path) -> str:
-    """An empty database."""
-    real = os.environ.get("PEFTKIT_TEST_DATABASE")
-    if real is None:
-        return f"sqlite:///{tmp_path / 'state' / 'serve.db'}"
-    wipe(real)
-    return real
-
-
-@pytest.fixture
-def make_database(url: str) -> Iterator[MakeDatabase]:
+def make_database(database_url: str) -> Iterator[MakeDatabase]:
     """Opens the same database as often as it is called."""
     opened: list[Database] = []
 
     def make(base: str = "base") -> Database:
-        opened.append(Database(url, base))
+        opened.append(Database(database_url, base))
         return opened[-1]
 
     yield make
@@ -99,12 +78,12 @@ def test_a_change_of_one_process_is_seen_by_the_others(make_database: MakeDataba
     assert other.refresh() and not other.snapshot.keys and not other.refresh()
 
 
-def test_keys_are_kept_as_salted_hashes_only(make_database: MakeDatabase, url: str) -> None:
+def test_keys_are_kept_as_salted_hashes_only(make_database: MakeDatabase, database_url: str) -> None:
     database = make_database()
     database.add_tenant("acme", Limits(), ["*"])
     keys = [database.add_key("acme") for _ in range(3)]
     assert len({key.salt for key in keys}) == len({key.digest for key in keys}) == 3
-    engine = sa.create_engine(url)
+    engine = sa.create_engine(database_url)
     with engine.connect() as connection:
         dump = repr(connection.execute(sa.select(tables.keys)).all())
     engine.dispose()
@@ -187,7 +166,7 @@ def test_a_removed_tenant_takes_its_keys_and_adapters_along(make_database: MakeD
             action()
 
 
-def test_processes_that_change_at_the_same_time_lose_nothing(make_database: MakeDatabase, url: str) -> None:
+def test_processes_that_change_at_the_same_time_lose_nothing(make_database: MakeDatabase, database_url: str) -> None:
     databases = [make_database() for _ in range(4)]
     databases[0].add_version(SHARED, "a", content())
 
@@ -218,12 +197,14 @@ for number in range(10_000):
 """
 
 
-def test_a_kill_at_any_moment_loses_nothing_that_was_answered(make_database: MakeDatabase, url: str, seed: int) -> None:
+def test_a_kill_at_any_moment_loses_nothing_that_was_answered(
+    make_database: MakeDatabase, database_url: str, seed: int
+) -> None:
     rng = random.Random(seed)
     make_database()
     answered: list[list[str]] = []
     for _ in range(3):
-        process = subprocess.Popen([sys.executable, "-c", WRITER, url], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen([sys.executable, "-c", WRITER, database_url], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         first = process.stdout.readline().split()
         time.sleep(rng.uniform(0.0, 0.3))

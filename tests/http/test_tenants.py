@@ -21,8 +21,9 @@ INFERENCE = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/model
 class Office:
     """A server with an admin key, and what an administrator does there."""
 
-    def __init__(self, server: Any) -> None:
+    def __init__(self, server: Any, database_url: str) -> None:
         self.server = server
+        self.url = database_url
         self.database: Database = server.database
         self.admin = self.database.add_key(None).text
         self.http = httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {self.admin}"}, timeout=30)
@@ -45,9 +46,11 @@ class Office:
 
 
 @pytest.fixture
-def office(make_engine: Callable[..., Any], serve: Callable[..., Any], tmp_path: Path) -> Iterator[Office]:
-    with serve(make_engine(), store=tmp_path / "store", poll_s=0.05) as server:
-        made = Office(server)
+def office(
+    make_engine: Callable[..., Any], serve: Callable[..., Any], tmp_path: Path, database_url: str
+) -> Iterator[Office]:
+    with serve(make_engine(), store=tmp_path / "store", database=database_url, poll_s=0.05) as server:
+        made = Office(server, database_url)
         with made.http:
             yield made
         server.wait_idle()
@@ -126,9 +129,9 @@ def test_keys_are_rotated_and_revoked_at_once(office: Office) -> None:
     assert office.http.delete("/v1/tenants/acme/keys/000000000000").status_code == 404
 
 
-def test_a_key_that_another_process_revokes_ends_within_a_moment(office: Office, tmp_path: Path) -> None:
+def test_a_key_that_another_process_revokes_ends_within_a_moment(office: Office) -> None:
     key = office.tenant("acme")
-    other = Database(f"sqlite:///{tmp_path / 'store' / 'state.db'}")
+    other = Database(office.url)
     other.remove_key("acme", key.split("_")[1])
     other.close()
     deadline = time.monotonic() + 5

@@ -21,10 +21,11 @@ def test_what_the_command_changes_holds_for_a_running_server(
     make_engine: Callable[..., Any],
     serve: Callable[..., Any],
     tmp_path: Path,
+    database_url: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    store = ["--store", tmp_path / "store"]
-    with serve(make_engine(), store=tmp_path / "store", poll_s=0.02) as served:
+    store = ["--db", database_url]
+    with serve(make_engine(), store=tmp_path / "store", database=database_url, poll_s=0.02) as served:
 
         def status(key: str) -> int:
             served.database.refresh()
