@@ -41,6 +41,9 @@ def command(
     store: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where adapters that come over HTTP, and the database, are kept.")
     ] = None,
+    drain_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0, help="How long running requests may go on after SIGTERM.")
+    ] = 30.0,
     root: Annotated[
         list[Path] | None, typer.Option(metavar="DIR", help="A folder whose adapters may be registered by path.")
     ] = None,
@@ -66,6 +69,7 @@ def command(
             database=database,
             adapter_roots=tuple(root or ()) + (() if watched is None else (watched,)),
             watched=watched,
+            drain_timeout_s=drain_timeout,
             open_admin=local,
             require_key=not local and not no_auth,
         )

@@ -196,6 +196,18 @@ def serving(engine: Engine, served_name: str = "tiny", **settings: Any) -> Itera
         thread.join()
 
 
+@pytest.fixture
+def base_config() -> LlamaConfig:
+    """The tiny base's."""
+    return CONFIG
+
+
+@pytest.fixture
+def base_shapes() -> Any:
+    """The tiny base's linear modules."""
+    return module_shapes(CONFIG)
+
+
 @pytest.fixture(name="write_lora")
 def lora_writer() -> Callable[..., Path]:
     """`write_lora`, for a test that needs an adapter of its own."""

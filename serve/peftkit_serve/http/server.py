@@ -14,9 +14,6 @@ from fastapi import FastAPI
 from peftkit.errors import InputError, RunError
 from peftkit_serve.http.service import Service
 
-DRAIN_TIMEOUT_S = 30.0
-"""How long running requests may go on after the first SIGTERM or SIGINT; a second one ends them at once."""
-
 
 def bind(host: str, port: int, *, any_client: bool) -> socket.socket:
     """A socket bound to an address but not listening, so that a port in use is known before a model is loaded.
@@ -60,7 +57,8 @@ def url_of(listener: socket.socket) -> str:
 def serve(app: FastAPI, listener: socket.socket, on_ready: Callable[[], None]) -> None:
     """Serves `app`, made by `create_app`, on a bound socket until SIGTERM or SIGINT.
 
-    Then it drains: `/ready` and new requests answer 503 while running requests end, for at most `DRAIN_TIMEOUT_S`.
+    Then it drains: `/ready` and new requests answer 503 while running requests end, for at most the settings'
+    `drain_timeout_s`; a second signal ends them at once.
     `on_ready` is called when the first request can be answered. Raises RunError when another process listens there.
     """
     try:
@@ -95,7 +93,7 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        self._deadline = now + DRAIN_TIMEOUT_S if self._deadline is None else now
+        self._deadline = now + self._service.settings.drain_timeout_s if self._deadline is None else now
         self._service.draining = True
 
     async def on_tick(self, counter: int) -> bool:

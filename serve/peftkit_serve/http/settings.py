@@ -32,5 +32,7 @@ class Settings:
     """From a request's arrival to its end."""
     queue_timeout_s: float = 120.0
     """From a request's arrival to its first token."""
+    drain_timeout_s: float = 30.0
+    """How long running requests may go on after the first SIGTERM or SIGINT."""
     poll_s: float = 0.5
     """How often the state is compared with the database's, and the watched folder is looked at."""
