@@ -1,14 +1,27 @@
 """The engine on a GPU: what it generates is what transformers finds most likely, for every row of a mixed batch."""
 
+import importlib
+import random
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from peftkit.artifact import load_adapter, save_adapter
-from peftkit.methods import LoraConfig, MethodConfig, PromptTuningConfig, attach, attached, detach
+from peftkit.methods import (
+    BottleneckConfig,
+    LoraConfig,
+    MethodConfig,
+    PromptTuningConfig,
+    attach,
+    attached,
+    detach,
+)
 from peftkit_serve import Engine, Request, SamplingParams
+from peftkit_serve.plan import Chunk, Sample, StepPlan
 
 pytestmark = pytest.mark.gpu
 
@@ -16,6 +29,25 @@ CONFIGS: dict[str, MethodConfig] = {
     "lora": LoraConfig(r=4, alpha=8),
     "prompt": PromptTuningConfig(num_virtual_tokens=21),
 }
+KINDS: list[MethodConfig] = [
+    LoraConfig(r=4, alpha=8),
+    LoraConfig(r=9, alpha=9, targets=["q_proj", "down_proj"], variant="dora"),
+    LoraConfig(r=3, alpha=9, targets=["v_proj", "lm_head"]),
+    BottleneckConfig(bottleneck_size=5),
+    BottleneckConfig(bottleneck_size=7, variant="parallel", ln_before=True),
+]
+DRAWN = Sample(SamplingParams(temperature=1.5, top_k=9, top_p=0.9), 7, 3)
+
+
+def random_adapter(model: Any, config: MethodConfig, folder: Path) -> Path:
+    """Random weights with an effect, in a folder of their own."""
+    attach(model, config)
+    for parameter in attached(model)[0].parameters().values():
+        torch.nn.init.normal_(parameter, std=0.3)
+    path = folder / f"{config.kind}-{len(list(folder.iterdir()))}"
+    save_adapter(model, path)
+    detach(model)
+    return path
 
 
 def test_greedy_tokens_are_transformers_most_likely(
@@ -47,4 +79,79 @@ def test_greedy_tokens_are_transformers_most_likely(
         # the engine computes in bfloat16: a token may lose to one that is as likely within its rounding
         assert (logits.max(-1).values - chosen <= 0.05 * logits.std()).all(), name
         detach(model)
+    engine.check_integrity()
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    """Names of the Triton kernels that are compiled or loaded while it is watched."""
+    runtime = importlib.import_module("triton.knobs").runtime
+    seen: list[str] = []
+    runtime.jit_post_compile_hook = lambda *_, fn, **__: seen.append(fn.name)
+    yield seen
+    runtime.jit_post_compile_hook = None
+
+
+def test_replayed_graphs_have_the_bits_of_eager_steps_at_every_crossing_of_buckets(
+    tiny_base: Path, own_cache: None, tmp_path: Path, seed: int
+) -> None:
+    rng = random.Random(seed)
+    engine = Engine(tiny_base, device="cuda", num_pages=64, max_requests=9, max_adapters=6, deterministic=True)
+    runner = engine._runner
+    graphs = runner._graphs
+    assert graphs is not None and graphs.num_graphs == len((1, 2, 4, 8, 9)) + 2 * (1 + 1 + 1 + 2 + 3)
+    model = AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.float32)
+    packed = [engine.adapters._loader.submit(random_adapter(model, one, tmp_path)).result().weights for one in KINDS]
+    pages = rng.sample(range(64), 64)
+    tables = [tuple(pages[6 * n : 6 * n + 6]) for n in range(9)]
+    for table in tables:
+        runner.run(StepPlan((Chunk("", tuple(rng.randrange(200) for _ in range(90)), 0, table, -1, 0, None),)))
+    loaded: set[int] = set()
+    for step in range(60):
+        for slot in rng.sample(range(6), 2):
+            if slot in loaded:
+                runner.memory.free(slot)
+            elif (weights := rng.choice(packed)) is not None:
+                runner.memory.load(slot, weights)
+            loaded ^= {slot}
+        count = rng.randrange(1, 10)
+        choices = [-1, *loaded] if step % 3 else [-1]
+        chunks = [
+            Chunk(str(n), (rng.randrange(200),), rng.randrange(90), tables[n], rng.choice(choices), 0, DRAWN)
+            for n in rng.sample(range(9), count)
+        ]
+        with torch.inference_mode():
+            wanted = runner._logits(runner._batch(chunks))
+            drawn = graphs.run(chunks, runner.memory.extras_of(one.slot for one in chunks))
+        assert torch.equal(drawn.logits_NV[:count], wanted), (step, [one.slot for one in chunks])
+        tokens = runner.run(StepPlan(tuple(chunks))).tokens
+        runner._graphs = None
+        assert runner.run(StepPlan(tuple(chunks))).tokens == tokens
+        runner._graphs = graphs
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_nothing_compiles_once_the_engine_is_ready(
+    tiny_base: Path, own_cache: None, tmp_path: Path, seed: int, deterministic: bool, compilations: list[str]
+) -> None:
+    rng = random.Random(seed)
+    engine = Engine(tiny_base, device="cuda", num_pages=400, max_requests=40, deterministic=deterministic)
+    model = AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.float32)
+    for number, config in enumerate(KINDS):
+        engine.adapters.add(str(number), random_adapter(model, config, tmp_path))
+    assert compilations, "the hook sees what the engine compiles at start"
+    compilations.clear()
+    for number in range(120):
+        params = SamplingParams(
+            max_tokens=rng.randrange(1, 30), temperature=rng.choice((0.0, 1.0)), top_p=rng.choice((1.0, 0.7)),
+            logprobs=rng.choice((None, 2)), frequency_penalty=rng.choice((0.0, 0.4)), ignore_eos=True,
+        )  # fmt: skip
+        prompt = [rng.randrange(3, 200) for _ in range(rng.choice((1, 9, 100)))]
+        adapter = rng.choice([None, *engine.adapters.names()])
+        engine.add_request(Request(prompt=prompt, adapter=adapter, request_id=str(number), sampling=params))
+        if number % 3 == 0:
+            engine.step()
+    while engine.has_work():
+        engine.step()
+    assert not compilations
     engine.check_integrity()
