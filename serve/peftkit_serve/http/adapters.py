@@ -56,6 +56,10 @@ _UPLOAD: dict[str, Any] = {
     }
 }
 
+_TEXT: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Done."}
+}
+
 
 def create_router(service: Service, access: Access, database: Database) -> APIRouter:
     """The administrator's routes for adapters. `?tenant=` says whose; without it they are the shared ones."""
@@ -129,8 +133,8 @@ def create_router(service: Service, access: Access, database: Database) -> APIRo
         freed = await catalog.remove(owner(tenant), bare, version)
         return Removed(name=bare, version=version, freed_bytes=freed)
 
-    @router.post("/load_lora_adapter", response_class=PlainTextResponse)
-    async def load_lora_adapter(body: LoadLora) -> str:
+    @router.post("/load_lora_adapter", response_model=None, responses=_TEXT)
+    async def load_lora_adapter(body: LoadLora) -> PlainTextResponse:
         """As vLLM has it: a shared adapter from a folder under an allowed root."""
         if not body.load_inplace and catalog.find(None, body.lora_name) is not None:
             raise ApiError(
@@ -140,13 +144,13 @@ def create_router(service: Service, access: Access, database: Database) -> APIRo
                 code="name_taken",
             )
         await from_path(None, body.lora_name, body.lora_path)
-        return f"Success: LoRA adapter '{body.lora_name}' added successfully."
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
-    @router.post("/unload_lora_adapter", response_class=PlainTextResponse)
-    async def unload_lora_adapter(body: UnloadLora) -> str:
+    @router.post("/unload_lora_adapter", response_model=None, responses=_TEXT)
+    async def unload_lora_adapter(body: UnloadLora) -> PlainTextResponse:
         """As vLLM has it, but it frees the memory, after the last request that uses it."""
         await catalog.remove(SHARED, body.lora_name)
-        return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     return router
 
