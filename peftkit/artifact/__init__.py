@@ -12,7 +12,15 @@ from peftkit.artifact.reader import Artifact, Part, read_adapter
 from peftkit.artifact.writer import write_adapter, write_adapters_library, write_files, write_parts
 from peftkit.base import BaseInfo
 from peftkit.errors import InputError
-from peftkit.methods import attach, attached, check_together
+from peftkit.methods import (
+    AnyConfig,
+    PrefixTuningConfig,
+    PTuningConfig,
+    PTuningV2Config,
+    attach,
+    attached,
+    check_together,
+)
 
 __all__ = [
     "Artifact",
@@ -82,8 +90,22 @@ def put_on(model: PreTrainedModel, artifact: Artifact, *, trainable: bool = Fals
     """
     check_together([method.kind for method in attached(model)] + [part.config.kind for part in artifact.parts])
     for part in artifact.parts:
-        attach(model, part.config)
+        attach(model, _unstarted(part.config))
         method = attached(model)[-1]
         method.load(part.tensors)
+        method.config = part.config
         for parameter in method.parameters().values():
             parameter.requires_grad_(trainable)
+
+
+def _unstarted(config: AnyConfig) -> AnyConfig:
+    """The same function, without the work of a start and the network behind it, which exported tensors replace."""
+    match config:
+        case PrefixTuningConfig():
+            return config.model_copy(update={"init": "zero", "encoder_hidden_size": 1})
+        case PTuningV2Config():
+            return config.model_copy(update={"init": "zero"})
+        case PTuningConfig():
+            return config.model_copy(update={"encoder": "mlp", "encoder_hidden_size": 1})
+        case _:
+            return config

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from peftkit.errors import InputError
 from peftkit.methods.bottleneck import BottleneckAdapter, BottleneckConfig
 from peftkit.methods.lora import Lora, LoraConfig, LoraSite
-from peftkit.methods.method import Method, attached
+from peftkit.methods.method import Method, StartsFromText, attached
 from peftkit.methods.prefix import Prefix, PrefixTuningConfig, PTuningV2Config
 from peftkit.methods.prompt import PromptTuning, PromptTuningConfig
 from peftkit.methods.ptuning import PTuning, PTuningConfig
@@ -71,6 +71,12 @@ def _build(
     model: PreTrainedModel, config: AnyConfig, tokenizer: PreTrainedTokenizerBase | None, generator: torch.Generator
 ) -> Method:
     check_together([*(method.config.kind for method in attached(model)), config.kind])
+    context = int(model.config.max_position_embeddings)
+    if isinstance(config, StartsFromText) and config.num_virtual_tokens >= context:
+        raise InputError(
+            f"num_virtual_tokens: {config.num_virtual_tokens} leave no room for text in the base's {context} positions",
+            field="num_virtual_tokens",
+        )
     match config:
         case LoraConfig():
             return Lora(model, config, generator=generator)

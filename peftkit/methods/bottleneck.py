@@ -14,16 +14,16 @@ parallel. The weights are float32 whatever the base computes in; the base's norm
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from peftkit.errors import InputError
-from peftkit.methods.method import MAX_STRENGTH, Method, MethodSettings, exported, seeded
+from peftkit.methods.method import MAX_RANK, MAX_STRENGTH, Method, MethodSettings, exported, seeded
 
 PREFIX = "base_model.model.model.layers."
 Variant = Literal["houlsby", "pfeiffer", "parallel"]
@@ -45,7 +45,7 @@ class BottleneckConfig(MethodSettings):
     """Where the adapters stand: houlsby after attention and feed-forward, pfeiffer and parallel at the feed-forward."""
     reduction_factor: float | None = Field(default=None, ge=1.0)
     """Hidden size over bottleneck size; null is 16, for parallel 2."""
-    bottleneck_size: int | None = Field(default=None, ge=1)
+    bottleneck_size: int | None = Field(default=None, ge=1, le=MAX_RANK)
     """Width of the bottleneck, in the place of reduction_factor."""
     non_linearity: NonLinearity | None = None
     """Null is swish for houlsby, relu for the others."""
@@ -57,6 +57,12 @@ class BottleneckConfig(MethodSettings):
     """Share of the adapter's outputs dropped in training."""
     layers_to_transform: list[int] | None = None
     """Indices of the decoder layers that get adapters; null is all."""
+
+    @model_validator(mode="after")
+    def _one_width(self) -> Self:
+        if self.bottleneck_size is not None and self.reduction_factor is not None:
+            raise ValueError("bottleneck_size and reduction_factor both give the width: leave one of them out")
+        return self
 
     def resolved(self, hidden_size: int) -> "BottleneckConfig":
         """The same with every null replaced, and the width as `bottleneck_size`."""
@@ -80,7 +86,11 @@ class BottleneckConfig(MethodSettings):
         return {**fields, "layers_to_transform": layers}
 
     def places(self, num_layers: int) -> list[str]:
-        """`{layer}.attn_adapter` and `{layer}.mlp_adapter` of each adapter; InputError for a layer that isn't there."""
+        """`{layer}.attn_adapter` and `{layer}.mlp_adapter` of each adapter; InputError for none, or one not there."""
+        if self.layers_to_transform == []:
+            raise InputError(
+                "layers_to_transform is empty: name the layers, or write null for all", field="layers_to_transform"
+            )
         layers = range(num_layers) if self.layers_to_transform is None else sorted(set(self.layers_to_transform))
         for layer in layers:
             if not 0 <= layer < num_layers:

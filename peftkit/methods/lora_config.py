@@ -13,7 +13,16 @@ import regex
 from pydantic import AfterValidator, Field, model_validator
 
 from peftkit.errors import InputError, did_you_mean
-from peftkit.methods.method import MAX_STRENGTH, MethodSettings, fullmatch, match_names, match_regex, matches, matrices
+from peftkit.methods.method import (
+    MAX_RANK,
+    MAX_STRENGTH,
+    MethodSettings,
+    fullmatch,
+    match_names,
+    match_regex,
+    matches,
+    matrices,
+)
 
 PREFIX = "base_model.model."
 EMBEDDING = "model.embed_tokens"
@@ -57,7 +66,7 @@ class LoraConfig(MethodSettings):
     """Settings of LoRA; the names at the file boundary are HF PEFT's (`lora_alpha`, `target_modules`, …)."""
 
     kind: Literal["lora"] = "lora"
-    r: int = Field(default=16, ge=1)
+    r: int = Field(default=16, ge=1, le=MAX_RANK)
     """Rank of the update."""
     alpha: float = Field(default=32.0, gt=0, le=MAX_STRENGTH)
     """Strength of the update: it is scaled by alpha / r."""
@@ -69,7 +78,7 @@ class LoraConfig(MethodSettings):
     """Layers to leave out: a list of names or a regular expression."""
     layers_to_transform: list[int] | None = None
     """Indices of the decoder layers to adapt; null adapts all."""
-    rank_pattern: dict[Pattern, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    rank_pattern: dict[Pattern, Annotated[int, Field(ge=1, le=MAX_RANK)]] = Field(default_factory=dict)
     """Name or regular expression → rank; the first that matches wins."""
     alpha_pattern: dict[Pattern, Annotated[float, Field(ge=-MAX_STRENGTH, le=MAX_STRENGTH)]] = Field(
         default_factory=dict

@@ -16,6 +16,12 @@ from peftkit.errors import AdapterError, InputError, did_you_mean
 MAX_STRENGTH = 1e6
 """Most that an update may be scaled by: far above any use, far below what overflows."""
 
+MAX_RANK = 2**14
+"""Highest rank and widest bottleneck: that of the widest models, beyond which nothing is gained."""
+
+MAX_ENCODER = 2**16
+"""Widest hidden layer of a network that produces virtual tokens."""
+
 _MATCH_SECONDS = 0.25
 
 
@@ -246,6 +252,8 @@ def initial_token_ids(
     if tokenizer is None:
         raise InputError("init: text needs the base's tokenizer: pass tokenizer= to attach", field="init")
     ids = tokenizer(text, add_special_tokens=False).input_ids
+    if not ids:
+        raise InputError(f"init_text: {text!r} comes to no token: write another text", field="init_text")
     return torch.tensor((ids * (num_tokens // len(ids) + 1))[:num_tokens])
 
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    DynamicCache,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -36,6 +37,7 @@ from transformers.masking_utils import sdpa_mask
 
 from peftkit.errors import UnsupportedError
 from peftkit.methods.method import (
+    MAX_ENCODER,
     Method,
     StartsFromText,
     exported,
@@ -70,7 +72,7 @@ class PrefixTuningConfig(_PrefixSettings):
     """Settings of prefix tuning with its reparameterisation."""
 
     kind: Literal["prefix"] = "prefix"
-    encoder_hidden_size: int | None = Field(default=None, ge=1)
+    encoder_hidden_size: int | None = Field(default=None, ge=1, le=MAX_ENCODER)
     """Width h of the reparameterising network; null is the model's hidden size."""
 
 
@@ -193,7 +195,8 @@ class Prefix(Method):
         ids = initial_token_ids(self.config.init_text, V, vocabulary, tokenizer, generator).to(device)
         training = self._model.training
         with torch.no_grad():
-            cache = self._model.eval()(input_ids=ids[None], use_cache=True).past_key_values
+            cache: Any = DynamicCache()  # made without the model's config it keeps what has left an attention window
+            self._model.eval()(input_ids=ids[None], past_key_values=cache, use_cache=True)
         self._model.train(training)
         layers = [torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers]
         return torch.stack(layers).permute(3, 0, 1, 2, 4).reshape(V, -1).float()

@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from peftkit.methods.method import StartsFromText, initial_token_ids, input_embedding, seeded
+from peftkit.methods.method import MAX_ENCODER, StartsFromText, initial_token_ids, input_embedding, seeded
 from peftkit.methods.soft_prompt import KEY, SoftPrompt, VirtualTokens
 
 
@@ -29,9 +29,9 @@ class PTuningConfig(StartsFromText):
     """Where the virtual tokens start: anywhere, as HF PEFT's, or at the embeddings of `init_text`."""
     encoder: Literal["mlp", "lstm"] = "mlp"
     """The network that produces them."""
-    encoder_hidden_size: int | None = Field(default=None, ge=1)
+    encoder_hidden_size: int | None = Field(default=None, ge=1, le=MAX_ENCODER)
     """Width h of the network; null is the model's hidden size."""
-    encoder_num_layers: int = Field(default=2, ge=1)
+    encoder_num_layers: int = Field(default=2, ge=1, le=64)
     """Layers of the LSTM; the MLP always has three."""
     encoder_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Dropout between layers of the LSTM."""

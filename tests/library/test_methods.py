@@ -352,6 +352,8 @@ def test_a_name_that_matches_nothing_is_refused(
     "settings",
     [
         {"r": 0},
+        {"r": 10**9},
+        {"rank_pattern": {"q_proj": 10**12}},
         {"dropout": 1.0},
         {"alpha": 0},
         {"alpha": 1e308},
@@ -368,6 +370,38 @@ def test_a_name_that_matches_nothing_is_refused(
 def test_a_setting_out_of_range_is_refused(settings: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         LoraConfig(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (BottleneckConfig, {"bottleneck_size": 10**10}),
+        (BottleneckConfig, {"bottleneck_size": 4, "reduction_factor": 8}),
+        (PTuningConfig, {"encoder_hidden_size": 10**7}),
+        (PTuningConfig, {"encoder_num_layers": 10**6}),
+        (PrefixTuningConfig, {"encoder_hidden_size": 10**9}),
+    ],
+)
+def test_a_width_beyond_all_use_or_given_twice_is_refused(kind: type[MethodConfig], settings: dict[str, int]) -> None:
+    with pytest.raises(ValidationError, match="|".join(settings)):
+        kind(**settings)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (BottleneckConfig(layers_to_transform=[]), "layers_to_transform is empty"),
+        (PromptTuningConfig(num_virtual_tokens=128), "num_virtual_tokens: 128 leave no room .* 128 positions"),
+        (PTuningConfig(num_virtual_tokens=10**12), "num_virtual_tokens: .* leave no room"),
+        (PrefixTuningConfig(num_virtual_tokens=10**12), "num_virtual_tokens: .* leave no room"),
+        (PTuningV2Config(num_virtual_tokens=128, init="zero"), "num_virtual_tokens: .* leave no room"),
+    ],
+    ids=str,
+)
+def test_a_method_that_can_train_nothing_is_refused(model: PreTrainedModel, config: MethodConfig, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        attach(model, config)
+    assert attached(model) == []
 
 
 def test_a_second_adapter_of_a_kind_is_refused(model: PreTrainedModel) -> None:
@@ -412,3 +446,8 @@ def test_text_beyond_a_sliding_window_is_refused_by_soft_prompts_and_not_by_pref
         model(input_ids=torch.randint(1, 97, (1, 9)))
     attach(detach(model), PTuningV2Config(num_virtual_tokens=4))
     model(input_ids=torch.randint(1, 97, (1, 20)))
+    attach(detach(model), PTuningV2Config(num_virtual_tokens=15))
+    ids = torch.randint(1, 97, (1, 20))
+    generate = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    cached, whole = (model.generate(ids, use_cache=use_cache, **generate) for use_cache in (True, False))
+    assert torch.equal(cached, whole)
