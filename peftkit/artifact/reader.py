@@ -127,9 +127,12 @@ def read_adapter(
 def _check_record(folder: Path, record: Mapping[str, Any]) -> None:
     """What is read from a record has the shape that it is read by."""
     where = folder / RECORD_FILE
-    for field, value in (("base", record), ("base.fingerprint", base_of(record))):
-        if not isinstance(value.get(field.rpartition(".")[2]), Mapping | None):
+    for field in ("base", "base.fingerprint", "chat_template", "recipe", "recipe.quant"):
+        outer, _, inner = field.rpartition(".")
+        if not isinstance(((record.get(outer) or {}) if outer else record).get(inner), Mapping | None):
             raise AdapterError(f"{where}: {field} must be an object", field=field)
+    if not isinstance(base_of(record).get("id"), str | None):
+        raise AdapterError(f"{where}: base.id must be the base's name", field="base.id")
     parts = record.get("parts")
     if parts is None:
         return

@@ -79,7 +79,8 @@ def base_named_by(artifact: "Artifact | None") -> str:
 
     if artifact is None:
         raise InputError("name an adapter with --adapter, or a base with --base", field="base")
-    name = named_base(artifact)
+    # two methods together have a folder each, and only the record lies beside both
+    name = named_base(artifact) if len(artifact.parts) == 1 else (artifact.record.get("base") or {}).get("id")
     if not name:
         raise InputError(f"{artifact.path} doesn't say which base it was made for: name it with --base", field="base")
     return name

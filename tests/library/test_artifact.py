@@ -112,7 +112,7 @@ def test_layers_left_out_and_the_order_of_patterns_are_read_back_without_the_bas
 
 def test_a_tensor_of_an_excluded_layer_is_refused_without_the_base(saved: Artifact) -> None:
     edit_config(saved.path, exclude_modules=["v_proj"])
-    with pytest.raises(AdapterError, match="match nothing in the model: .*v_proj"):
+    with pytest.raises(AdapterError, match=r"match nothing in the model: .*v_proj"):
         read_adapter(saved.path)
 
 
@@ -382,6 +382,35 @@ def test_a_record_whose_base_is_no_object_is_refused(saved: Artifact, base: Any)
     (saved.path / "peftkit.json").write_text(json.dumps({**record, "base": base}))
     with pytest.raises(AdapterError, match=r"peftkit\.json: base(\.fingerprint)? must be an object"):
         read_adapter(saved.path)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"base": {"id": 5}}, {"recipe": "a.yaml"}, {"recipe": {"quant": "nf4"}}, {"chat_template": "{{ x }}"}]
+)
+def test_a_record_whose_fields_have_other_shapes_is_refused(saved: Artifact, fields: dict[str, Any]) -> None:
+    path = saved.path / "peftkit.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    with pytest.raises(AdapterError, match=f"peftkit.json: {next(iter(fields))}[.a-z]* must be"):
+        read_adapter(saved.path)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [PrefixTuningConfig(num_virtual_tokens=3), PTuningV2Config(num_virtual_tokens=3), PTuningConfig(encoder="lstm")],
+    ids=lambda config: config.kind,
+)
+def test_loading_virtual_tokens_computes_no_start(
+    model: PreTrainedModel, tmp_path: Path, config: AnyConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attach(model, config)
+    saved = save_adapter(model, tmp_path / "a")
+    detach(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "forward", None)
+        patch.setattr(torch.nn, "LSTM", None)
+        load_adapter(model, tmp_path / "a")
+    assert save_adapter(model, tmp_path / "b").uid == saved.uid
+    assert read_adapter(tmp_path / "b").config == saved.config
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int32, torch.complex64])

@@ -185,6 +185,26 @@ def test_a_conversation_goes_on_until_the_input_ends(
     assert out == f"> {first}\n> > {second}\n> \n"
 
 
+def test_two_methods_together_are_answered_by_and_scored(tiny_base: Path, tmp_path: Path, capsys: Capture) -> None:
+    model, tokenizer = peftkit.load_base(tiny_base)
+    for config in KINDS.values():
+        peftkit.attach(model, config)
+    for method in attached(model):
+        for parameter in method.parameters().values():
+            torch.nn.init.normal_(parameter, std=0.1)
+    peftkit.save_adapter(model, tmp_path / "a")
+    wanted = greedy(tiny_base, tmp_path / "a", tokenizer(PROMPTS[0]).input_ids, 8)[1]
+    code, out, err = answer(
+        capsys, "generate", "--adapter", tmp_path / "a", "--prompt", PROMPTS[0], "--max-tokens", "8", "--json"
+    )
+    assert code == 0, err
+    assert json.loads(out)["text"] == wanted
+    data = write_rows(tmp_path / "rows.jsonl", {PROMPTS[0]: wanted})
+    code, out, err = answer(capsys, "eval", "--adapter", tmp_path / "a", "--data", data, "--metric", "nll", "--json")
+    assert code == 0, err
+    assert json.loads(out)["n"] == 1
+
+
 def test_a_seed_repeats_a_drawn_answer(tiny_base: Path, capsys: Capture) -> None:
     command = ["generate", "--base", tiny_base, "--prompt", "abc", "--temperature", "1.5", "--max-tokens", "16"]
     outs = [answer(capsys, *command, "--seed", seed)[1] for seed in ("1", "1", "2")]
