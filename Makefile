@@ -15,7 +15,8 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/pytest
 
-# the service's lasting state on a real PostgreSQL, which is installed where it is missing and started on a free port
+# the service's lasting state on a real PostgreSQL, started on a free port, and the console in a real Chromium; both are
+# installed where they are missing
 test-service: $(READY)
 	.ci/test-service $(BIN)
 

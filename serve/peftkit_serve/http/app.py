@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from peftkit.base import BaseInfo
 from peftkit.errors import RunError
 from peftkit_serve.async_engine import AsyncEngine
-from peftkit_serve.http import adapters, errors, openai, tenants
+from peftkit_serve.http import adapters, console_page, errors, openai, tenants
 from peftkit_serve.http.access import Access, bearer
 from peftkit_serve.http.answers import Status
 from peftkit_serve.http.guard import Guard
@@ -84,6 +84,7 @@ def create_app(async_engine: AsyncEngine, *, served_name: str, settings: Setting
     app.include_router(openai.create_router(service, access))
     app.include_router(adapters.create_router(service, access, database))
     app.include_router(tenants.create_router(service, access, database))
+    app.include_router(console_page.create_router())
     _add_operations(app, service, access)
     return app
 
