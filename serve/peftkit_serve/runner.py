@@ -87,7 +87,7 @@ class Runner:
         )
         self._device = where
         self._max_tokens = max_tokens_per_step
-        longest = min(self.spec.max_position, num_pages * PAGE_TOKENS)
+        longest = self._longest = min(self.spec.max_position, num_pages * PAGE_TOKENS)
         self._decoder = Decoder(self.spec, weights, self.memory, max_position=longest, deterministic=deterministic)
         self._graphs: DecodeGraphs | None = None
         if where.type == "cuda" if graphs is None else graphs:
@@ -161,18 +161,23 @@ class Runner:
         """
         if self._device.type != "cuda":
             return
-        scratch, longest = self.num_pages, self._max_tokens
-        table = (scratch,) * pages_for(longest)
-        lengths = sorted({min(length, longest) for length in _WARM_UP_TOKENS} | {longest})
-        for length, beside, extras in product(lengths, (0, 1), (_BARE, _LORA, _ALL)):
-            slot = -1 if extras is _BARE else 0
-            chunk = Chunk("", (0,) * (length - beside), 0, table, slot, 0, _GREEDY) if length > beside else None
-            single = Chunk("", (0,), 0, table, slot, 0, _DRAWN)
-            chunks = [*([] if chunk is None else [chunk]), *[single] * beside]
+        sizes = sorted({min(size, self._max_tokens) for size in (*_WARM_UP_TOKENS, self._max_tokens)})
+        for size, beside, extras in product(sizes, (0, 1), (_BARE, _LORA, _ALL)):
+            chunks = self._scratch_chunks([size - beside, *[1] * beside], -1 if extras is _BARE else 0)
             batch = replace(self._batch(chunks), extras=extras)
             draw(self._logits(batch), [one.sample for one in chunks if one.sample is not None])
         if self._graphs is not None:
             self._graphs.capture()
+
+    def _scratch_chunks(self, num_tokens: Sequence[int], slot: int) -> list[Chunk]:
+        """Chunks of so many tokens in the scratch page, cut where a sequence can't be longer."""
+        chunks: list[Chunk] = []
+        for count in num_tokens:
+            for start in range(0, count, self._longest):
+                size = min(self._longest, count - start)
+                table = (self.num_pages,) * pages_for(size)
+                chunks.append(Chunk("", (0,) * size, 0, table, slot, 0, _DRAWN if chunks else _GREEDY))
+        return chunks
 
     def _batch(self, chunks: Sequence[Chunk]) -> Batch:
         return build_batch(chunks, page_tokens=PAGE_TOKENS, device=self._device)
