@@ -184,6 +184,21 @@ def test_metrics_count_requests_tokens_and_times_by_adapter(client: openai.OpenA
     assert after["peftkit_adapters_resident", ()] >= 2 and after["peftkit_adapters", ()] == 5
 
 
+def test_the_dashboard_asks_for_metrics_that_there_are(client: openai.OpenAI, server: Any) -> None:
+    client.completions.create(model="red", prompt="a", max_tokens=2)
+    text = httpx.get(f"{server.url}/metrics").text
+    families = {family.name for family in text_string_to_metric_families(text)}
+    dashboard = json.loads((Path(__file__).parents[2] / "docs" / "grafana-dashboard.json").read_text())
+    asked = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"peftkit_[a-z_]+", target["expr"])
+    }
+    assert len(asked) > 15
+    assert {re.sub("_(total|bucket)$", "", name) for name in asked} <= families
+
+
 def test_routers_that_know_vllm_see_which_adapters_run_and_wait(client: openai.OpenAI, server: Any) -> None:
     fields: dict[str, Any] = {"prompt": "a", "max_tokens": 1500, "stream": True, "extra_body": {"ignore_eos": True}}
     streams = [client.completions.create(model=model, **fields) for model in ("red", "soft", "tiny")]

@@ -145,6 +145,8 @@ class _EngineCollector(Collector):
             ("adapter_evictions", "Adapters put away from host memory.", shelf.num_evictions),
         ):
             yield CounterMetricFamily(f"peftkit_{name}", text, value=value)
+        distinct = len(stats["running_adapters"])
+        yield GaugeMetricFamily("peftkit_step_distinct_adapters", "Adapters of running requests.", value=distinct)
         yield GaugeMetricFamily("peftkit_adapters_loaded", "Adapters in host memory.", value=shelf.num_loaded)
         names = self._names_by_uid({*stats["running_adapters"], *stats["waiting_adapters"]})
         running, waiting = (
