@@ -99,7 +99,7 @@ def load_base(
     if quant == "nf4":
         check_nf4(info, where)
     model = _load(info, weights_dtype, where, settings)
-    _compute_as_asked(model)
+    compute_as_asked(model)
     model.requires_grad_(False)
     model.eval()
     model.__dict__["peftkit_base"] = info
@@ -169,7 +169,7 @@ def _nf4(double_quant: bool, compute_dtype: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
-def _compute_as_asked(model: PreTrainedModel) -> None:
+def compute_as_asked(model: PreTrainedModel) -> None:
     """Keeps bitsandbytes from repacking 4-bit weights at the first forward in eval mode on a CPU with AVX512-BF16.
 
     It would round their scales to bf16 for good, compute in bf16 whatever was asked, and cut gradients off.

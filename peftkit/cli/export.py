@@ -15,9 +15,10 @@ def command(
     adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="The adapter's folder.")],
     out: Annotated[Path, typer.Option(metavar="PATH", help="The new folder.")],
     format: Annotated[
-        Literal["peft", "adapters"],
+        Literal["peft", "gguf", "adapters"],
         typer.Option(
-            help="peft: a folder for HF PEFT and vLLM; adapters: bottleneck adapters for the adapters library."
+            help="peft: a folder for HF PEFT and vLLM; gguf: a LoRA for llama.cpp; adapters: bottleneck adapters for "
+            "the adapters library."
         ),
     ] = "peft",
     base_name: Annotated[
@@ -27,15 +28,18 @@ def command(
 ) -> None:
     """Write an adapter in another program's format."""
     from peftkit.artifact import read_adapter
-    from peftkit.merge import export_adapters, export_peft
+    from peftkit.merge import export_adapters, export_gguf, export_peft
 
     folder = resources.find(adapter)
-    name = base_name or _found_here(base_named_by(read_adapter(folder)))
-    export, reader = {
-        "peft": (export_peft, "HF PEFT"),
-        "adapters": (export_adapters, "the adapters library, load_adapter(…, use_safetensors=True)"),
-    }[format]
-    exported = export(folder, out, base_name=name)
+    named = base_name or base_named_by(read_adapter(folder))
+    name = named if base_name or format == "gguf" else _found_here(named)
+    if format == "gguf":
+        exported, reader = export_gguf(folder, out, named), "llama.cpp"
+    elif format == "peft":
+        exported, reader = export_peft(folder, out, base_name=name), "HF PEFT"
+    else:
+        exported = export_adapters(folder, out, base_name=name)
+        reader = "the adapters library, load_adapter(…, use_safetensors=True)"
     result = {"out": out, "format": format, "base_name": name, "uid": exported.uid, "kind": exported.kind}
     output.emit(result, f"{exported.kind} adapter written to {out} for {reader}, on base {name}")
 

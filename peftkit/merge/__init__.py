@@ -12,16 +12,20 @@ import torch
 from transformers import PreTrainedModel
 
 from peftkit.merge.adapter import export_adapters, export_gguf, export_peft, named_base, transformers_name
+from peftkit.merge.check import Check, check
 from peftkit.merge.compose import Composition, Method, Weight, compose, compose_to_folder
 from peftkit.merge.diff import ModuleDiff, by_layer, diff
 from peftkit.merge.equivalence import Equivalence
 from peftkit.merge.export import Format, MergeReport, merge_to_folder
-from peftkit.merge.model import merge
+from peftkit.merge.model import merge, mergeable
 from peftkit.merge.weights import Mode
 
 __all__ = [
     "merge",
     "merge_to_folder",
+    "mergeable",
+    "check",
+    "Check",
     "compose",
     "compose_to_folder",
     "Composition",

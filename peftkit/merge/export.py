@@ -205,7 +205,7 @@ def _write_hf(plan: _Plan, folder: Path) -> Kept:
     for file, parameters in groupby(plan.parameters(), key=lambda parameter: parameter.file):
         with ShardWriter(folder / file, max_tensors=6 * (len(plan.shapes) + 1)) as writer:
             for parameter in parameters:
-                parts, written = encoding.encode(parameter.name, parameter.after)
+                parts, written = encoding.encode(parameter)
                 for name, tensor in parts.items():
                     writer.add(name, tensor)
                     files[name] = file

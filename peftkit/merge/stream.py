@@ -54,7 +54,7 @@ def _changed(name: str, file: str, before: Tensor, change: Change | None) -> Par
 class Encoding(Protocol):
     """How a merged parameter is held in the folder."""
 
-    def encode(self, name: str, after: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    def encode(self, parameter: Parameter) -> tuple[dict[str, Tensor], Tensor]:
         """The tensors to write, by name, and what a program that loads them multiplies by."""
         ...
 
@@ -65,25 +65,30 @@ class Cast:
 
     dtype: torch.dtype
 
-    def encode(self, name: str, after: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        cast = merged_weight(name, after, None, self.dtype)
-        return {name: cast}, cast
+    def encode(self, parameter: Parameter) -> tuple[dict[str, Tensor], Tensor]:
+        cast = merged_weight(parameter.name, parameter.after, None, self.dtype)
+        return {parameter.name: cast}, cast
 
 
 @dataclass(frozen=True, slots=True)
 class HeldInNf4:
-    """The decoder's linear layers as bitsandbytes writes NF4, all else as one tensor of a type."""
+    """The decoder's linear layers as bitsandbytes writes NF4, all else as one tensor of a type.
+
+    A weight that nothing changes has the bits it had: NF4 of what came out of NF4 has other scales.
+    """
 
     weights: BaseWeights
     nf4: Nf4
     dtype: torch.dtype
 
-    def encode(self, name: str, after: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    def encode(self, parameter: Parameter) -> tuple[dict[str, Tensor], Tensor]:
+        name = parameter.name
         if not self.weights.is_quantized(name):
-            return Cast(self.dtype).encode(name, after)
+            return Cast(self.dtype).encode(parameter)
         from bitsandbytes.functional import dequantize_4bit
 
-        codes, state = self.nf4.quantized(after)
+        is_changed = not torch.equal(parameter.after.float(), parameter.before.float())
+        codes, state = self.nf4.quantized(parameter.after if is_changed else self.weights.stored(name))
         parts = {f"{name}.{part}": tensor for part, tensor in state.as_dict(packed=True).items()}
         return {name: codes, **parts}, dequantize_4bit(codes, state)
 

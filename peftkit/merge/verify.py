@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from peftkit.artifact import Artifact, put_on
 from peftkit.base import BaseInfo, auto_device, auto_dtype, load_base
+from peftkit.base.load import compute_as_asked
 from peftkit.merge.equivalence import logits_of
 from peftkit.merge.weights import Mode
 
@@ -59,4 +60,5 @@ def written_logits(
     if gguf := next(folder.glob("*.gguf"), None):
         settings["gguf_file"] = gguf.name
     model = AutoModelForCausalLM.from_pretrained(folder, **settings)
+    compute_as_asked(model)
     return logits_of(model.eval(), tokenizer, texts)

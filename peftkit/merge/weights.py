@@ -86,10 +86,14 @@ class BaseWeights:
 
     def read(self, name: str) -> Tensor:
         """A fresh parameter as the mode multiplies by it. Raises BaseModelError for a file that ends too early."""
-        weight = read_stored(self._stored[name])
+        weight = self.stored(name)
         if self._nf4 is None:
             return weight
         return self._nf4.round_trip(weight) if self.is_quantized(name) else weight.to(self._nf4.dtype)
+
+    def stored(self, name: str) -> Tensor:
+        """A fresh parameter as the folder holds it."""
+        return _read(self._stored[name])
 
     def is_quantized(self, name: str) -> bool:
         """Whether NF4 holds this parameter: the weights of the decoder's linear layers."""
@@ -118,7 +122,7 @@ class BaseWeights:
         return {name: stored[name] for name in wanted}
 
 
-def read_stored(tensor: StoredTensor) -> Tensor:
+def _read(tensor: StoredTensor) -> Tensor:
     """The bytes of one tensor, read and not mapped: what was read is freed with it."""
     if tensor.dtype not in _DTYPES:
         raise BaseModelError(f"{tensor.file}: holds a tensor of type {tensor.dtype}, a base's weights are floats")

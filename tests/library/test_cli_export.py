@@ -61,9 +61,16 @@ def test_a_base_that_is_not_here_asks_for_a_name(adapter: Path, tmp_path: Path, 
     assert not (tmp_path / "out").exists()
 
 
+def test_a_lora_is_exported_for_llama_cpp(adapter: Path, tmp_path: Path, capsys: Capture) -> None:
+    code, out, err = answer(capsys, adapter, "--out", tmp_path / "out", "--format", "gguf")
+    assert code == 0, err
+    assert "for llama.cpp" in out
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"adapter-f32.gguf", "README.md"}
+
+
 def test_a_format_that_is_not_there_is_bad_input(adapter: Path, tmp_path: Path, capsys: Capture) -> None:
-    code, _, err = answer(capsys, adapter, "--out", tmp_path / "out", "--format", "gguf")
-    assert code == 2 and "gguf" in err
+    code, _, err = answer(capsys, adapter, "--out", tmp_path / "out", "--format", "onnx")
+    assert code == 2 and "onnx" in err
 
 
 def test_a_damaged_adapter_is_named(adapter: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import peftkit
 from peftkit.artifact import read_adapter, write_adapter
@@ -42,10 +42,11 @@ def test_merge_takes_base_and_mode_from_the_adapter_and_prints_the_proof(
 ) -> None:
     code, out, err = answer(capsys, "merge", adapter, "--out", tmp_path / "out")
     assert code == 0, err
-    first, second, _, differences, agreement = out.splitlines()
+    first, second, kept, _, differences, agreement = out.splitlines()
     assert first == f"14 weights of {tiny_base} merged into the dequantized base"
     assert second.startswith(f"written to {tmp_path / 'out'}: float32, ")
-    assert "relative" in differences and "limit" in differences
+    assert kept.startswith("100.00% of the change is kept; least in layers.")
+    assert "relative" in differences and "limit" in differences and "KL" in differences
     assert agreement == "  the same most likely token at 100.0% of positions"
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.float32
 
@@ -94,6 +95,80 @@ def test_an_adapter_that_names_no_base_asks_for_one(
     assert out.startswith(f"14 weights of {tiny_base} merged into the original base")
 
 
-def test_exactly_one_adapter_is_taken(adapter: Path, tmp_path: Path, capsys: Capture) -> None:
-    code, _, err = answer(capsys, "merge", adapter, adapter, "--out", tmp_path / "out")
-    assert code == 2 and "unexpected extra argument" in err
+def test_several_adapters_are_composed_and_merged_or_written_alone(
+    adapter: Path, tiny_base: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    other = save(tiny_base, tmp_path / "other", LoraConfig(r=2, alpha=4, variant="rslora"), quant="nf4")
+    both = ["merge", adapter, other, "--weights", "0.7,-0.3"]
+    code, out, err = answer(capsys, *both, "--out", tmp_path / "merged")
+    assert code == 0, err
+    assert out.startswith(f"2 adapters, whose rank holds 100.0% of the sought change: 14 weights of {tiny_base} merged")
+    code, out, err = answer(
+        capsys, *both, "--out", tmp_path / "made", "--format", "adapter", "--method", "svd", "--rank", "3", "--json"
+    )
+    assert code == 0, err
+    made = read_adapter(tmp_path / "made")
+    assert json.loads(out)["uid"] == made.uid and 0.5 < json.loads(out)["kept"] < 1
+    assert made.record["composed"]["adapters"][1]["weight"] == -0.3
+    layered = tmp_path / "weights.json"
+    layered.write_text("[[1, 0.5], 2]")
+    code, _, err = answer(
+        capsys, "merge", adapter, other, "--weights", layered, "--out", tmp_path / "c", "--format", "adapter"
+    )
+    assert code == 0, err
+
+
+def test_settings_of_a_merge_that_make_no_sense_are_bad_input(adapter: Path, tmp_path: Path, capsys: Capture) -> None:
+    for wrong, said in (
+        (["--weights", "1,x"], "must be numbers with commas between"),
+        (["--weights", "1,2"], "weights: 2 for 1 adapters"),
+        (["--format", "gguf", "--into", "requantize"], "requantize writes bnb4"),
+        (["--dtype", "q8_0"], "add format gguf"),
+        (["--rank", "3"], "use method svd"),
+    ):
+        code, _, err = answer(capsys, "merge", adapter, "--out", tmp_path / "out", *wrong)
+        assert code == 2 and said in err, err
+    code, _, err = answer(capsys, "merge", adapter)
+    assert code == 2 and "with --out" in err
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter"}
+
+
+def test_check_compares_an_adapter_with_the_model_it_was_merged_into(
+    adapter: Path, tiny_base: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    merged = tmp_path / "out"
+    assert answer(capsys, "merge", adapter, "--out", merged, "--dtype", "bfloat16")[0] == 0
+    code, out, err = answer(capsys, "merge", "--check", adapter, merged)
+    assert code == 0, err
+    assert "share of the change kept" in out and "layers.1" in out and "KL divergence" in out
+    code, out, _ = answer(capsys, "merge", "--check", adapter, merged, "--json")
+    found, report = json.loads(out), json.loads((merged / "peftkit_merge.json").read_text())
+    assert code == 0 and found["holds"] and found["kept_by_layer"] == pytest.approx(report["kept_by_layer"], abs=1e-6)
+    assert found["equivalence"]["relative"] == pytest.approx(report["equivalence"]["relative"], rel=1e-3)
+    code, out, err = answer(capsys, "merge", "--check", adapter, merged, "--limit", "1e-6")
+    assert code == 1 and "more than 1e-06" in err and "relative difference" in out
+
+
+def test_check_compares_two_models_and_tells_them_apart(
+    adapter: Path, tiny_base: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    for name, settings in {"a": [], "b": ["--format", "gguf"], "c": ["--into", "original"]}.items():
+        assert answer(capsys, "merge", adapter, "--out", tmp_path / name, "--no-verify", *settings)[0] == 0
+    same = tmp_path / "a"
+    assert answer(capsys, "merge", "--check", same, same)[0] == 0
+    code, _, err = answer(capsys, "merge", "--check", same, tmp_path / "c")
+    assert code == 1 and "isn't" in err
+    for wrong, said in (((same, adapter), "is an adapter: name it first"), ((same, tmp_path), "no config.json")):
+        code, _, err = answer(capsys, "merge", "--check", *wrong)
+        assert code == 2 and said in err, err
+    code, _, err = answer(capsys, "merge", "--check", same)
+    assert code == 2 and "compares two folders" in err
+
+
+def test_the_wrong_base_is_bad_input(adapter: Path, tiny_base: Path, tmp_path: Path, capsys: Capture) -> None:
+    other = tmp_path / "other"
+    config = LlamaConfig.from_pretrained(tiny_base, hidden_size=32, num_attention_heads=2, num_key_value_heads=2)
+    LlamaForCausalLM(config).save_pretrained(other)
+    AutoTokenizer.from_pretrained(tiny_base).save_pretrained(other)
+    code, _, err = answer(capsys, "merge", adapter, "--out", tmp_path / "out", "--base", other)
+    assert code == 2 and "this base and config need" in err and not (tmp_path / "out").exists()
