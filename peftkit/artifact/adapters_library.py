@@ -288,7 +288,7 @@ def _reduction_factor(hidden_size: int, bottleneck_size: int) -> int | float:
 def _num_layers(tensors: Mapping[str, Tensor], name: str, folder: Path) -> int:
     """One more than the last layer that the keys speak of; a key of anything else is refused."""
     places = "|".join(_PLACES.values())
-    pattern = re.compile(rf"(?:model\.)?layers\.(\d+)\.(?:{places})\.adapters\.{re.escape(name)}\.[a-z_0-9.]+")
+    pattern = re.compile(rf"(?:model\.)?layers\.([0-9]{{1,4}})\.(?:{places})\.adapters\.{re.escape(name)}\.[a-z_0-9.]+")
     last = -1
     for key in tensors:
         if not (match := pattern.fullmatch(key)):

@@ -31,7 +31,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises AdapterError for anything else."""
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise AdapterError(f"{path} can't be read as JSON: {error}") from error
     if not isinstance(content, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise AdapterError(f"{path} must hold one JSON object")

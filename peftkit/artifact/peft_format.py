@@ -106,6 +106,14 @@ _BOTTLENECK_FIELDS = (
     "ln_before",
     "layers_to_transform",
 )
+# our names of the settings that HF PEFT calls otherwise
+_THEIR_NAMES = {
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "targets": "target_modules",
+    "exclude": "exclude_modules",
+    "encoder": "encoder_reparameterization_type",
+}
 PEFT_TYPES = ("LORA", "PREFIX_TUNING", "P_TUNING", "PROMPT_TUNING", "BOTTLENECK")
 _BASE_FIELDS = ("peft_type", "base_model_name_or_path", *_COMMON)
 
@@ -195,7 +203,11 @@ def from_peft(fields: Mapping[str, Any], where: str) -> AnyConfig:
 
     Raises UnsupportedError for a feature that can't be honoured, AdapterError for a missing or wrong field.
     """
-    peft_type = fields.get("peft_type")
+    peft_type, base = fields.get("peft_type"), fields.get("base_model_name_or_path")
+    if not isinstance(base, str | None):
+        raise AdapterError(
+            f"{where}: base_model_name_or_path must be a name or path, not {base!r}", field="base_model_name_or_path"
+        )
     if peft_type is None:
         raise AdapterError(f"{where}: peft_type is missing", field="peft_type")
     if peft_type not in PEFT_TYPES:
@@ -264,8 +276,11 @@ def _validated(kind: type[_Config], settings: dict[str, Any], where: str) -> _Co
         return kind(**settings)
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise AdapterError(f"{where}: {field}: {first['msg']}", field=field) from error
+        message = first["msg"].removeprefix("Value error, ")
+        if not first["loc"]:  # of several fields, which the message names
+            raise AdapterError(f"{where}: {message}") from error
+        field = _THEIR_NAMES.get(str(first["loc"][0]), str(first["loc"][0]))
+        raise AdapterError(f"{where}: {field}: {message}, not {str(first['input'])[:80]!r}", field=field) from error
 
 
 def _refuse_not_neutral(fields: Mapping[str, Any], neutral: Mapping[str, Any], where: str) -> None:

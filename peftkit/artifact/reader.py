@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from peftkit.artifact.files import CONFIG_FILE, RECORD_FILE, TENSOR_FILE, presen
 from peftkit.artifact.identity import uid_of_parts
 from peftkit.artifact.lora_shapes import own_shapes
 from peftkit.artifact.peft_format import from_peft
-from peftkit.base import BaseInfo, parameter_shapes
+from peftkit.base import BaseInfo, Quant, parameter_shapes
 from peftkit.errors import AdapterError, BaseMismatchError, InputError, UnsupportedError
 from peftkit.methods import (
     KINDS,
@@ -133,6 +133,10 @@ def _check_record(folder: Path, record: Mapping[str, Any]) -> None:
             raise AdapterError(f"{where}: {field} must be an object", field=field)
     if not isinstance(base_of(record).get("id"), str | None):
         raise AdapterError(f"{where}: base.id must be the base's name", field="base.id")
+    if (template := record.get("chat_template")) and not isinstance(template.get("text"), str):
+        raise AdapterError(f"{where}: chat_template.text must be the template", field="chat_template.text")
+    if record.get("quant", "none") not in get_args(Quant):
+        raise AdapterError(f"{where}: quant must be one of {', '.join(get_args(Quant))}", field="quant")
     parts = record.get("parts")
     if parts is None:
         return
@@ -216,7 +220,8 @@ def _own_bottleneck(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
     A number that is out of all proportion isn't taken for a layer's: its tensor then matches nothing.
     """
     layers = [int(name.removeprefix(BOTTLENECK_PREFIX).split(".")[0]) for name in tensors if _LAYER_KEY.match(name)]
-    hidden = next((tensor.shape[1] for name, tensor in tensors.items() if name.endswith("down.weight")), 0)
+    downs = (tensor for name, tensor in tensors.items() if name.endswith("down.weight"))
+    hidden = next((tensor.shape[1] for tensor in downs if tensor.dim() == 2), 0)
     return max(layers, default=-1) + 1, hidden
 
 

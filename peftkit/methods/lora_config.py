@@ -157,7 +157,7 @@ class LoraConfig(MethodSettings):
         for name, ids in named.items():
             path = next((path for path in ENDS if matches(path, name)), None)
             if path is None or path not in shapes:
-                hint = did_you_mean(name, [path.rsplit(".", 1)[-1] for path in ENDS])
+                hint = "" if path else did_you_mean(name, [end.rsplit(".", 1)[-1] for end in ENDS])
                 raise InputError(f"{field}: '{name}' is no embedding of this model{hint}", field=field)
             if max(ids) >= shapes[path][0]:
                 raise InputError(

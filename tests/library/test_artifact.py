@@ -116,6 +116,36 @@ def test_a_tensor_of_an_excluded_layer_is_refused_without_the_base(saved: Artifa
         read_adapter(saved.path)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lora_alpha": "much"}, "json: lora_alpha: .* not 'much'"),
+        ({"target_modules": {"q_proj": 1}}, "json: target_modules: "),
+        ({"trainable_token_indices": {"embed_tokens": "x"}}, "json: trainable_token_indices: "),
+        ({"use_dora": True, "lora_bias": True}, "json: lora_bias can't be combined"),
+        ({"base_model_name_or_path": 5}, "json: base_model_name_or_path must be"),
+    ],
+)
+def test_a_wrong_field_is_called_what_the_file_calls_it(saved: Artifact, fields: dict[str, Any], message: str) -> None:
+    edit_config(saved.path, **fields)
+    with pytest.raises(AdapterError, match=message):
+        read_adapter(saved.path)
+
+
+def test_json_of_endless_depth_is_refused(saved: Artifact) -> None:
+    (saved.path / "adapter_config.json").write_text("[" * 100_000)
+    with pytest.raises(AdapterError, match="can't be read as JSON"):
+        read_adapter(saved.path)
+
+
+def test_a_bottleneck_of_one_dimension_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
+    attach(model, BottleneckConfig(bottleneck_size=3))
+    saved = save_adapter(model, tmp_path / "a")
+    edit_tensors(saved.path, **{name: torch.zeros(3) for name in saved.tensors if name.endswith("down.weight")})
+    with pytest.raises(AdapterError, match="has shape"):
+        read_adapter(saved.path)
+
+
 @pytest.mark.parametrize("layer", ["9" * 8, "9" * 5000, "\u0663"], ids=len)
 def test_a_layer_out_of_all_proportion_is_refused(model: PreTrainedModel, tmp_path: Path, layer: str) -> None:
     attach(model, BottleneckConfig(bottleneck_size=3))
@@ -385,7 +415,15 @@ def test_a_record_whose_base_is_no_object_is_refused(saved: Artifact, base: Any)
 
 
 @pytest.mark.parametrize(
-    "fields", [{"base": {"id": 5}}, {"recipe": "a.yaml"}, {"recipe": {"quant": "nf4"}}, {"chat_template": "{{ x }}"}]
+    "fields",
+    [
+        {"base": {"id": 5}},
+        {"recipe": "a.yaml"},
+        {"recipe": {"quant": "nf4"}},
+        {"chat_template": "{{ x }}"},
+        {"chat_template": {"sha256": "x"}},
+        {"quant": 5},
+    ],
 )
 def test_a_record_whose_fields_have_other_shapes_is_refused(saved: Artifact, fields: dict[str, Any]) -> None:
     path = saved.path / "peftkit.json"
