@@ -33,6 +33,7 @@ COMMANDS: dict[str, str] = {
     "merge": "Merge adapters into a base and write a plain model, with proof.",
     "export": "Write an adapter in another program's format.",
     "serve": "The multi-tenant server.",
+    "adapters": "A folder of adapters: list, show, add, remove, verify, diff.",
     "data": "Training data: check what would be trained.",
     "tenants": "Tenants of a server, their keys and limits.",
     "base": "Base models that can be named: list, info, fetch.",
