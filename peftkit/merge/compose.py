@@ -40,7 +40,7 @@ Weight = float | Sequence[float]
 """Of one adapter: a number, or one for each decoder layer."""
 
 DENSITY = {"ties": 0.5, "dare_linear": 0.5, "dare_ties": 0.5}
-"""Share of entries kept unless told otherwise."""
+"""Share of entries kept unless told otherwise: of 0.2, 0.5 and 0.8 none is better for both tasks of docs/merging.md."""
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
