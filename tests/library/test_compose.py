@@ -2,6 +2,7 @@
 
 import copy
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from torch import Tensor
 import peftkit
 from peftkit.artifact import Artifact, read_adapter, write_adapter
 from peftkit.base import load_base
-from peftkit.errors import AdapterError, BaseMismatchError, InputError, UnsupportedError
-from peftkit.merge import by_layer, compose, compose_to_folder, diff, merge_to_folder
+from peftkit.errors import AdapterError, BaseMismatchError, InputError, RunError, UnsupportedError
+from peftkit.merge import by_layer, compose, compose_to_folder, diff, export_gguf, export_peft, merge_to_folder
 from peftkit.merge.compose import DENSITY, _sparse
 from peftkit.merge.factors import Factors, factors_of
 from peftkit.methods import AnyConfig, LoraConfig, PromptTuningConfig, attached
@@ -295,6 +296,23 @@ def test_a_taken_target_is_refused_before_anything_is_read(make_adapter: MakeAda
     a = make_adapter(PLAIN, "a")
     with pytest.raises(InputError, match="exists and isn't empty"):
         compose_to_folder([tmp_path / "nowhere", a.path], a.path)
+
+
+def test_room_is_checked_before_a_composed_or_exported_adapter_is_written(
+    make_adapter: MakeAdapter, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = make_adapter(PLAIN, "a"), make_adapter(RSLORA, "b")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    for write in (
+        lambda out: compose_to_folder([a.path, b.path], out),
+        lambda out: export_peft(a.path, out),
+        lambda out: export_gguf(a.path, out, tiny_base),
+        lambda out: merge_to_folder(a, out, tiny_base, format="gguf"),
+    ):
+        with pytest.raises(RunError, match="no room for"):
+            write(tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
 
 
 def test_diff_gives_norms_cosines_and_overlaps_of_the_dense_changes(make_adapter: MakeAdapter) -> None:
