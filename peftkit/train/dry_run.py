@@ -6,9 +6,10 @@ from peftkit.data import Stream
 from peftkit.data.audit import Piece, pieces
 from peftkit.methods import detach
 from peftkit.recipe import Recipe, Runs
+from peftkit.train.fit import estimate, why_not
 from peftkit.train.loop import num_steps
-from peftkit.train.memory import MemoryEstimate, estimate_memory, num_base, num_trainable
-from peftkit.train.prepare import Prepared, adapt, load, virtual_tokens
+from peftkit.train.memory import MemoryEstimate, available_memory, num_base, num_trainable
+from peftkit.train.prepare import Prepared, adapt, load
 from peftkit.train.run import check_export
 
 
@@ -27,6 +28,10 @@ class DryRun:
     memory: MemoryEstimate
     memory_total: int
     """Bytes of all parts."""
+    memory_available: int
+    """Bytes that this process may hold on its device, what it holds already among them."""
+    wont_fit: str | None
+    """That the memory doesn't suffice and the smallest change with which it would; None where it does."""
     packed: bool
     """Rows are laid end to end."""
     padding: float
@@ -58,13 +63,7 @@ def _plan(prepared: Prepared) -> DryRun:
     recipe = prepared.recipe
     check_export(prepared)
     model = prepared.model
-    memory = estimate_memory(
-        model,
-        batch_shapes=[(shape.rows, shape.length, shape.targets) for shape in prepared.sampler().shapes()],
-        virtual_tokens=virtual_tokens(recipe),
-        gradient_checkpointing=recipe.train.gradient_checkpointing,
-        moments_8bit=recipe.optim.name.endswith("8bit"),
-    )
+    memory, available = estimate(prepared), available_memory(model.device)
     train = prepared.train.head if isinstance(prepared.train, Stream) else prepared.train
     sample = train.samples[0]
     padding, unpacked = prepared.padding()
@@ -77,6 +76,8 @@ def _plan(prepared: Prepared) -> DryRun:
         valid=prepared.valid.facts() if prepared.valid else None,
         memory=memory,
         memory_total=memory.total,
+        memory_available=available,
+        wont_fit=why_not(prepared, memory, available),
         packed=prepared.packed,
         padding=padding if prepared.packed else unpacked,
         unpacked_padding=unpacked,

@@ -25,20 +25,25 @@ def token_loss_sum(model: PreTrainedModel, batch: Batch) -> Tensor:
 
     Divide by the number of target tokens of the whole optimiser step, not of the batch.
     """
-    mask = batch.attention_mask_BT
-    if batch.segments_BT is not None:
-        mask = block_mask(batch.segments_BT, str(model.config._attn_implementation), model.dtype)
-    hidden_BTH = model.base_model(
-        input_ids=batch.input_ids_BT,
-        attention_mask=mask,
-        position_ids=batch.position_ids_BT,
-        use_cache=False,
-    ).last_hidden_state
+    hidden_BTH = last_hidden(model, batch)
     next_BT = batch.labels_BT[:, 1:]
     chosen_BT = next_BT != IGNORED
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Module)
     return projected_loss_sum(hidden_BTH[:, :-1][chosen_BT], next_BT[chosen_BT], head)
+
+
+def last_hidden(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """The trunk's output (B, T, H) for a batch; the samples of a packed row don't see each other."""
+    mask = batch.attention_mask_BT
+    if batch.segments_BT is not None:
+        mask = block_mask(batch.segments_BT, str(model.config._attn_implementation), model.dtype)
+    return model.base_model(
+        input_ids=batch.input_ids_BT,
+        attention_mask=mask,
+        position_ids=batch.position_ids_BT,
+        use_cache=False,
+    ).last_hidden_state
 
 
 def projected_loss_sum(hidden_NH: Tensor, targets_N: Tensor, head: nn.Module) -> Tensor:

@@ -1,27 +1,29 @@
-"""What a step needs in memory, by part, from shapes alone. Formulas and what they leave out:
+"""What a run needs in memory, by part.
 
     weights      bytes of the base as it is held (4-bit codes and scales where it is quantised)
-    adapter      4 bytes of weight and 4 of gradient for each trainable parameter
-    optimizer    8 bytes for each trainable parameter: AdamW's two float32 moments, or 2 for 8-bit ones
-    activations  tokens · b · (L · layer + H), what backward keeps, b bytes a value; with gradient checkpointing
-                 tokens · b · (L · H + layer), a layer's input each and one layer recomputed
-        layer = 4H + 4·Q·D + 4I: residuals and normed inputs (2 + 2) H; queries, keys and values spread to Q heads and
-                the attention's output, 4·Q·D; gate, up, their activation and product, 4 I
-    logits       targets of a chunk · V · 12 bytes: logits, their gradient and softmax in float32
+    adapter      4 bytes for each trainable parameter
+    gradients    4 bytes for each
+    optimizer    8 bytes for each: AdamW's two float32 moments, or 2 for 8-bit ones
+    activations  what backward keeps of the fullest micro-batch and what is worked on then, by a rehearsal of the step
+    logits       the chunk of logits that is there at that moment, its softmax and gradient
+    process      on a CPU what this process holds besides, the interpreter and libraries; on a GPU cuBLAS' workspaces
 
-Tokens are those of the largest padded micro-batch. Left out: the allocator's slack, a dequantised matrix at a time
-over a 4-bit base, and the libraries themselves (about 0.6 GB of an ordinary process).
-L layers, H hidden, Q query heads, D head size, I feed-forward, V vocabulary.
+The peak that a run reports is the sum: of a GPU what torch has allocated, else what is resident of the process.
 """
 
+import ctypes
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from peftkit.train.loss import chunk_rows
+from peftkit.data.sampler import Shape
+from peftkit.train.rehearsal import StepMemory, rehearse
+
+_M_MMAP_THRESHOLD = -3
+_MAPPED_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +32,11 @@ class MemoryEstimate:
 
     weights: int
     adapter: int
+    gradients: int
     optimizer: int
     activations: int
     logits: int
+    process: int
 
     def parts(self) -> dict[str, int]:
         """Name of each part → bytes."""
@@ -45,30 +49,67 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    model: PreTrainedModel,
-    *,
-    batch_shapes: Sequence[tuple[int, int, int]],
-    virtual_tokens: int,
-    gradient_checkpointing: bool,
-    moments_8bit: bool = False,
+    model: PreTrainedModel, shapes: Sequence[Shape], *, packed: bool, moments_8bit: bool = False
 ) -> MemoryEstimate:
-    """The estimate for micro-batches of the given (rows, padded length, target tokens) on a model with its adapter."""
-    config = model.config
-    trainable = num_trainable(model)
-    tokens = max(rows * (length + virtual_tokens) for rows, length, _ in batch_shapes)
-    targets = min(max(target for *_, target in batch_shapes), chunk_rows(config.vocab_size))
-    layer = _layer_values(config)
-    if gradient_checkpointing:
-        values = config.num_hidden_layers * config.hidden_size + layer
-    else:
-        values = config.num_hidden_layers * layer + config.hidden_size
+    """The estimate for micro-batches of these shapes on a model that has its adapter."""
+    held = _resident_bytes() if model.device.type == "cpu" else 0  # before a rehearsal imports anything
+    trainable, weights = num_trainable(model), weight_bytes(model)
+    fullest = {max(shapes, key=lambda shape: shape.rows * shape.length), max(shapes, key=lambda shape: shape.targets)}
+    step = max((rehearse(model, shape, packed=packed) for shape in fullest), key=lambda memory: memory.total)
+    return _estimate(model, trainable, weights, step, held, moments_8bit)
+
+
+def _estimate(
+    model: PreTrainedModel, trainable: int, weights: int, step: StepMemory, held: int, moments_8bit: bool
+) -> MemoryEstimate:
+    on_cpu = model.device.type == "cpu"
     return MemoryEstimate(
-        weights=weight_bytes(model),
-        adapter=8 * trainable,
+        weights=weights,
+        adapter=4 * trainable,
+        gradients=4 * trainable,
         optimizer=(2 if moments_8bit else 8) * trainable,
-        activations=tokens * values * model.get_input_embeddings().weight.element_size(),  # type: ignore[operator]
-        logits=targets * config.vocab_size * 12,
+        activations=step.activations,
+        logits=step.logits,
+        process=max(held - weights - 4 * trainable, 0) if on_cpu else _workspace_bytes(model.device),
     )
+
+
+def return_freed_memory() -> None:
+    """Makes glibc give blocks of 1 MiB and more back when they are freed.
+
+    Else it keeps blocks of up to 32 MiB, and a step holds up to five times what is in use. Elsewhere nothing is done.
+    """
+    if sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt is not None:
+            mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that this process may hold on a device in all: what it holds already, and what is free."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    import psutil
+
+    return psutil.virtual_memory().available + _resident_bytes()
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process may take on a device beside what it holds."""
+    if device.type == "cuda":
+        return available_memory(device) - torch.cuda.memory_allocated(device)
+    return available_memory(device) - _resident_bytes()
+
+
+def _resident_bytes() -> int:
+    import psutil
+
+    return psutil.Process().memory_info().rss
+
+
+def _workspace_bytes(device: torch.device) -> int:
+    """cuBLAS' workspaces: one for the thread of the forward pass, one for that of the backward pass."""
+    return 2 * (32 if torch.cuda.get_device_capability(device) >= (9, 0) else 8) * 2**20
 
 
 def peak_memory(device: torch.device) -> int:
@@ -115,8 +156,3 @@ def _scale_bytes(quant_state: object) -> int:
         total += tensor.numel() * tensor.element_size() if tensor is not None else 0
     nested = getattr(quant_state, "state2", None)
     return total + (_scale_bytes(nested) if nested is not None else 0)
-
-
-def _layer_values(config: PretrainedConfig) -> int:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 4 * config.hidden_size + 4 * config.num_attention_heads * head_dim + 4 * config.intermediate_size

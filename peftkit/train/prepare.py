@@ -35,7 +35,9 @@ from peftkit.errors import InputError, RecipeError
 from peftkit.evaluate import Example, read_examples
 from peftkit.methods import attach, attached
 from peftkit.recipe import Recipe
+from peftkit.train.adapter_size import check_adapter_fits
 from peftkit.train.folder import versions
+from peftkit.train.memory import return_freed_memory
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +150,7 @@ def load(recipes: Sequence[Recipe]) -> tuple[Resident, list[Rows]]:
     """Reads the data of each run, then loads the base that they share; raises the errors of both."""
     # told of the CPU, or it takes each of several processes there for the only one
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    return_freed_memory()
     if not accelerator.is_main_process:
         logging.getLogger("peftkit").setLevel(logging.ERROR)  # one process tells what all of them do
     first = recipes[0]
@@ -173,6 +176,7 @@ def adapt(resident: Resident, recipe: Recipe, rows: Rows) -> Prepared:
     set_seed(recipe.train.seed, device_specific=True)
     for index, config in enumerate(recipe.methods):
         try:
+            check_adapter_fits(model, config)
             attach(model, config, tokenizer=resident.tokenizer, seed=recipe.train.seed)
         except InputError as error:  # its message begins with the method's field
             where = f"method.{index}" if len(recipe.methods) > 1 else "method"
@@ -180,7 +184,7 @@ def adapt(resident: Resident, recipe: Recipe, rows: Rows) -> Prepared:
     assert any(parameter.requires_grad for parameter in model.parameters()), "an adapter has trainable parameters"
     _check_context(model, recipe, rows)
     packed = _packing(model, recipe)
-    _checkpoint_activations(model, recipe.train.gradient_checkpointing)
+    checkpoint_activations(model, recipe.train.gradient_checkpointing)
     model.train()
     accelerator, base, tokenizer = resident.accelerator, resident.base, resident.tokenizer
     return Prepared(recipe, accelerator, base, model, tokenizer, *rows, packed)
@@ -239,7 +243,8 @@ def _check_context(model: PreTrainedModel, recipe: Recipe, rows: Rows) -> None:
         )
 
 
-def _checkpoint_activations(model: PreTrainedModel, wanted: bool) -> None:
+def checkpoint_activations(model: PreTrainedModel, wanted: bool) -> None:
+    """Switches gradient checkpointing on or off. Raises RecipeError for a base that doesn't support it."""
     if wanted and not model.supports_gradient_checkpointing:
         raise RecipeError("train.gradient_checkpointing: this base doesn't support it: set it to false")
     if wanted:

@@ -14,6 +14,7 @@ from peftkit.errors import InputError
 from peftkit.methods import detach
 from peftkit.recipe import Recipe, Runs
 from peftkit.train.checkpoint import Checkpoint, latest_checkpoint
+from peftkit.train.fit import check_fits
 from peftkit.train.folder import BEST, LAST, REPORT, RUN, STATE, MetricsLog, check, claim, write_json
 from peftkit.train.generate import generate_answers
 from peftkit.train.loop import Bar, Trainer
@@ -140,6 +141,7 @@ def _turn(
         logger.info("going on from step %d of %d", checkpoint.state.step, trainer.total_steps)
     else:
         check_export(prepared)
+        check_fits(prepared)
     before = _answers(prepared) if checkpoint is None else _answers_before(out)
     prepared.accelerator.wait_for_everyone()
     facts = {**record, **base_record(prepared.model), "device": str(prepared.accelerator.device)}
