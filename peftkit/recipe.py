@@ -137,6 +137,8 @@ class Log(_Section):
     """Rows whose answers before and after training are recorded for the report."""
     tensorboard: bool = True
     """Write TensorBoard curves too, where the tensorboard package is installed."""
+    wandb: bool = False
+    """Send the curves to Weights & Biases too; needs the wandb package."""
 
 
 _ONE, _SEVERAL = "one", "several"

@@ -113,7 +113,7 @@ def _train(tenant: Tenant, out: Path) -> None:
     from peftkit.recipe import load_recipe
     from peftkit.train import train
 
-    settings = [f"train.max_steps={tenant.steps}", f"out={json.dumps(str(out))}", "data.valid=null"]
+    settings = [f"train.max_steps={tenant.steps}", f"out={json.dumps(str(out))}", "data.valid=null", "log.samples=0"]
     output.note(f"[2/5] peftkit train {tenant.recipe} train.max_steps={tenant.steps}   (base in 4-bit NF4)")
     recipe = load_recipe(tenant.recipe, settings)
     tenant.summary = train(recipe, progress=output.progress)

@@ -10,6 +10,7 @@ OUT/tensorboard/      the same as curves
 OUT/state/step-N/     the last two checkpoints
 """
 
+import hashlib
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +92,14 @@ def versions() -> dict[str, str]:
 
 
 class MetricsLog:
-    """Writes metrics.jsonl and, where its package is installed, TensorBoard's curves."""
+    """Writes metrics.jsonl and, where they are asked for, the curves of TensorBoard and of Weights & Biases."""
 
-    def __init__(self, out: Path | None, *, tensorboard: bool, step: int = 0, evaluated: int = 0) -> None:
+    def __init__(
+        self, out: Path | None, *, tensorboard: bool, wandb: bool = False, step: int = 0, evaluated: int = 0
+    ) -> None:
         """Goes on after a step and an evaluation: later lines, which a resumed run will write again, are dropped.
         Without `out` nothing is written: one of several processes does."""
-        self._file, self._curves = None, None
+        self._file, self._curves, self._wandb = None, None, None
         if out is None:
             return
         self._path = out / METRICS
@@ -105,6 +109,7 @@ class MetricsLog:
             self._file.writelines(kept)
             self._file.flush()
         self._curves = _summary_writer(out / TENSORBOARD, step) if tensorboard else None
+        self._wandb = _wandb_run(out) if wandb else None
 
     def write(self, event: str, step: int, **figures: float | int | None) -> None:
         """One line: the event ("train" or "eval"), the step and its figures."""
@@ -117,12 +122,17 @@ class MetricsLog:
             for name, value in figures.items():
                 if value is not None:
                     self._curves.add_scalar(f"{event}/{name}", value, step)
+        if self._wandb is not None:
+            shown = {f"{event}/{name}": value for name, value in figures.items() if value is not None}
+            self._wandb.log(shown, step=step)
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
         if self._curves is not None:
             self._curves.close()
+        if self._wandb is not None:
+            self._wandb.finish()
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -141,6 +151,23 @@ class MetricsLog:
             if content["step"] <= last[content["event"]]:
                 kept.append(line)
         return kept
+
+
+def check_wandb() -> None:
+    """Raises InputError where Weights & Biases is asked for and its package isn't installed."""
+    if find_spec("wandb") is None:
+        raise InputError(
+            "log.wandb: the wandb package is not installed: pip install wandb, or set it to false", field="log.wandb"
+        )
+
+
+def _wandb_run(out: Path) -> Any:
+    """A run of Weights & Biases with the name of the run's folder; a resumed run goes on with the same."""
+    import wandb  # type: ignore[import-not-found]
+
+    recipe = json.loads((out / RUN).read_bytes()).get("recipe")
+    identity = hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:16]
+    return wandb.init(project="peftkit", name=out.name, id=identity, resume="allow", config=recipe, dir=str(out))
 
 
 def _summary_writer(folder: Path, step: int) -> Any:

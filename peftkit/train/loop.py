@@ -260,7 +260,7 @@ class Trainer:
     def _mean_loss(self, data: Dataset, stop: Callable[[], bool]) -> float | None:
         """Mean loss per target token without gradients or kept logits; None when `stop` says so in between."""
         accelerator = self._prepared.accelerator
-        plan = plan_evaluation(data.lengths, batch_tokens=self._recipe.train.batch_tokens)
+        plan = plan_evaluation(data.lengths, batch_tokens=self._prepared.batch_positions)
         summed = 0.0
         self._model.eval()
         with torch.no_grad():

@@ -110,6 +110,15 @@ class Prepared:
             return StreamSampler(self.train, batching, window=settings.grad_accum)
         return Sampler(self.train.samples, batching, window=settings.grad_accum)
 
+    @property
+    def batch_positions(self) -> int:
+        """Most positions of a micro-batch, which one of an evaluation keeps to as well."""
+        settings = self.recipe.train
+        if settings.batch_size is None:
+            return settings.batch_tokens
+        longest = self.recipe.data.max_length if isinstance(self.train, Stream) else max(self.train.lengths)
+        return min(settings.batch_tokens, settings.batch_size * longest)
+
     def padding(self) -> tuple[float, float]:
         """Share of the computed positions that is padding: with packing, and without."""
         return padding_share(self.sampler(packed=True).shapes()), padding_share(self.sampler(packed=False).shapes())

@@ -11,6 +11,8 @@ B rows, T tokens, H hidden, N targets.
 """
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +59,7 @@ def rehearse(model: PreTrainedModel, shape: Shape, *, packed: bool) -> StepMemor
     try:
         for parameter in trained:
             parameter.grad = None
-        with torch.random.fork_rng(devices=[]), fake, ledger:
+        with torch.random.fork_rng(devices=[]), _plain_weights(model), fake, ledger:
             hidden_BTH = last_hidden(model, _batch(shape, packed, model.device))
             index_N = torch.zeros(min(shape.targets, shape.rows * shape.length), dtype=torch.long, device=model.device)
             ledger.part = "logits"
@@ -69,6 +71,25 @@ def rehearse(model: PreTrainedModel, shape: Shape, *, packed: bool) -> StepMemor
             hook.remove()
             parameter.grad = grad
     return StepMemory(**ledger.fullest)
+
+
+@contextmanager
+def _plain_weights(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, 4-bit weights are parameters of no class of their own: torch 2.11's FakeTensorMode takes no others."""
+    quantised = {
+        module: weight
+        for module in model.modules()
+        if hasattr(weight := module._parameters.get("weight"), "quant_state") and weight is not None
+    }
+    try:
+        for module, weight in quantised.items():
+            plain = nn.Parameter(weight.detach().as_subclass(Tensor), requires_grad=False)
+            plain.quant_state = weight.quant_state  # type: ignore[attr-defined] # where bitsandbytes looks for it
+            module._parameters["weight"] = plain
+        yield
+    finally:
+        for module, weight in quantised.items():
+            module._parameters["weight"] = weight
 
 
 class _Ledger(TorchDispatchMode):

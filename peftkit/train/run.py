@@ -15,7 +15,7 @@ from peftkit.methods import detach
 from peftkit.recipe import Recipe, Runs
 from peftkit.train.checkpoint import Checkpoint, latest_checkpoint
 from peftkit.train.fit import check_fits
-from peftkit.train.folder import BEST, LAST, REPORT, RUN, STATE, MetricsLog, check, claim, write_json
+from peftkit.train.folder import BEST, LAST, REPORT, RUN, STATE, MetricsLog, check, check_wandb, claim, write_json
 from peftkit.train.generate import generate_answers
 from peftkit.train.loop import Bar, Trainer
 from peftkit.train.memory import num_base, num_trainable, peak_memory
@@ -102,6 +102,8 @@ def train_runs(
     """
     for recipe in runs.recipes:
         check(_folder(recipe), resume=resume, overwrite=overwrite)
+        if recipe.log.wandb:
+            check_wandb()
     resident, rows = load(runs.recipes)
     resident.accelerator.wait_for_everyone()  # no folder is claimed while another process looks into it
     summaries: dict[int, RunSummary] = {}
@@ -153,7 +155,11 @@ def _turn(
         state = trainer.state
         curves = recipe.log.tensorboard and is_main
         with MetricsLog(
-            out if is_main else None, tensorboard=curves, step=state.step, evaluated=state.evaluated
+            out if is_main else None,
+            tensorboard=curves,
+            wandb=recipe.log.wandb and is_main,
+            step=state.step,
+            evaluated=state.evaluated,
         ) as log:
             done = trainer.run(log, bar, steps=steps)
     finally:

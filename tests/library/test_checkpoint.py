@@ -285,6 +285,31 @@ def reference(ten_steps: Callable[..., Recipe]) -> bytes:
     return (train(ten_steps("reference")).out / "adapter_model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("kind", list(METHODS))
+def test_every_kind_goes_on_from_the_checkpoint_before_one_cut_off_while_saving(
+    ten_steps: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    sections = {"quant": {"kind": QUANTS.get(kind, "none")}, "eval": {"every": 6}}
+    whole = train(ten_steps("whole", kind, **sections))
+    recipe = ten_steps("parts", kind, **sections)
+    real = os.replace
+
+    def killed(source: Any, target: Any) -> None:
+        if Path(target).name == "step-6":
+            raise SystemExit  # the checkpoint is written and not yet renamed
+        real(source, target)
+
+    monkeypatch.setattr(peftkit.artifact.writer.os, "replace", killed)
+    with pytest.raises(SystemExit):
+        train(recipe)
+    monkeypatch.undo()
+    assert steps_kept(recipe) == ["step-2", "step-4"]
+    truncate(Path(recipe.out) / "state" / "step-4" / "adapter.safetensors")
+    caplog.set_level(logging.INFO, "peftkit")
+    same_run(train(recipe, resume=True), whole)
+    assert "step-4 is damaged" in caplog.text and "going on from step 2" in caplog.text
+
+
 def test_when_all_checkpoints_are_damaged_the_run_is_refused(ten_steps: Callable[..., Recipe]) -> None:
     recipe = ten_steps("run")
     stop_at(recipe, 5)
@@ -357,9 +382,12 @@ train(Recipe.model_validate_json(sys.argv[1]))
 """
 
 
-def test_kill_9_at_any_moment_leaves_what_resume_goes_on_from(ten_steps: Callable[..., Recipe], seed: int) -> None:
+@pytest.mark.parametrize("kind", ["lora", "prefix", "houlsby"])
+def test_kill_9_at_any_moment_leaves_what_resume_goes_on_from(
+    ten_steps: Callable[..., Recipe], seed: int, kind: str
+) -> None:
     def recipe(name: str) -> Recipe:
-        made = ten_steps(name, train={"max_steps": 400, "save_every": 1})
+        made = ten_steps(name, kind, train={"max_steps": 400, "save_every": 1})
         return made.model_copy(update={"eval": made.eval.model_copy(update={"every": 0})})
 
     killed = recipe("killed")

@@ -151,3 +151,26 @@ def test_ctrl_c_leaves_a_checkpoint_exits_130_and_resume_finishes(recipe: str, t
     code, out, err = answer(capsys, recipe, "train.max_steps=150", "--resume")
     assert code == 0 and out.startswith("150 steps in ")
     assert f"train from step {step}: {150 - step}/{150 - step} step" in err
+
+
+def test_a_list_of_runs_is_planned_and_trained_on_one_base(recipe: str, tmp_path: Path, capsys: Capture) -> None:
+    content = yaml.safe_load(Path(recipe).read_text())
+    content = {key: value for key, value in content.items() if key not in ("out", "method")} | {
+        "turn_steps": 1,
+        "runs": [
+            {"out": str(tmp_path / "a"), "method": {"kind": "lora", "r": 2}},
+            {"out": str(tmp_path / "b"), "method": {"kind": "prompt", "num_virtual_tokens": 2}},
+        ],
+    }
+    path = tmp_path / "runs.yaml"
+    path.write_text(yaml.safe_dump(content))
+    code, out, _ = answer(capsys, str(path), "train.max_steps=2", "--dry-run", "--json")
+    assert code == 0
+    assert [plan["steps"] for plan in json.loads(out)["runs"]] == [2, 2]
+    assert not (tmp_path / "a").exists()
+    code, out, _ = answer(capsys, str(path), "train.max_steps=2", "--json")
+    assert code == 0
+    assert [run["out"] for run in json.loads(out)["runs"]] == [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert [read_adapter(tmp_path / name).parts[0].config.kind for name in "ab"] == ["lora", "prompt"]
+    capsys.readouterr()
+    assert run(["report", str(tmp_path / "a"), str(tmp_path / "b")]) == 0

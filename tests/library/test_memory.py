@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import peftkit.train.memory
@@ -18,6 +21,7 @@ from peftkit.errors import InputError, RecipeError
 from peftkit.recipe import Recipe
 from peftkit.train import dry_run, train
 from peftkit.train.fit import estimate
+from peftkit.train.loop import Trainer, accumulate_gradients
 from peftkit.train.prepare import prepare
 
 MakeRecipe = Callable[..., Recipe]
@@ -101,6 +105,65 @@ def test_a_rehearsal_leaves_weights_gradients_and_generators_as_they_were(make_r
     for name, parameter in prepared.model.named_parameters():
         assert type(parameter.data) is torch.Tensor and torch.equal(parameter, before[name])
         assert parameter.grad is None
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of storages that were there at once of those made since it began."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in tree_leaves(out):
+            if isinstance(value, torch.Tensor):
+                self._count(value.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.live += size
+        self.most = max(self.most, self.live)
+
+        def gone() -> None:
+            self._known.discard(key)
+            self.live -= size
+
+        weakref.finalize(storage, gone)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("batch_size", [None, 6])
+def test_an_evaluation_takes_no_more_memory_than_training(
+    make_recipe: MakeRecipe, tmp_path: Path, checkpointing: bool, packing: bool, batch_size: int | None
+) -> None:
+    recipe = make_recipe(
+        data={"valid": str(tmp_path / "train.jsonl"), "allow_overlap": True, "packing": packing},
+        train={"batch_size": batch_size, "batch_tokens": 512, "gradient_checkpointing": checkpointing},
+    )
+    trainer = Trainer(prepare(recipe), tmp_path / "run", {})
+    with LiveBytes() as step:
+        for _ in trainer._sampler.shapes():
+            trainer._step()
+    with LiveBytes() as evaluation:
+        data = trainer._prepared.valid
+        assert data is not None and trainer._mean_loss(data, lambda: False) is not None
+    assert 0 < evaluation.most <= step.most
+
+
+def test_a_rehearsal_counts_what_a_real_step_holds(make_recipe: MakeRecipe) -> None:
+    prepared = prepare(make_recipe(train={"batch_size": 24}))
+    (batch,) = prepared.sampler().next_window()
+    with LiveBytes() as real:
+        accumulate_gradients(prepared.model, [batch])
+    memory = estimate(prepared)
+    assert memory.activations + memory.logits == pytest.approx(real.most, rel=0.1)
 
 
 KINDS = ["lora", "bottleneck", "prefix", "ptuning_v2", "ptuning", "prompt"]

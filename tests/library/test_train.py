@@ -337,6 +337,27 @@ def test_a_missing_tensorboard_is_one_line_and_no_failure(
     assert sum("tensorboard package is not installed" in record.message for record in caplog.records) == 1
 
 
+def test_wandb_without_its_package_is_refused_before_anything_is_loaded(
+    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peftkit.train.folder.find_spec", lambda name: None)
+    monkeypatch.setattr("peftkit.train.run.load", None)
+    recipe = make_recipe(log={"wandb": True})
+    with pytest.raises(InputError, match=r"log\.wandb: the wandb package is not installed: pip install wandb"):
+        train(recipe)
+    assert not Path(recipe.out).exists()
+
+
+def test_wandb_gets_the_figures_of_the_log_where_it_is_installed(
+    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    summary = train(make_recipe(log={"wandb": True}))
+    assert list((summary.out / "wandb").glob("offline-run-*/*.wandb"))
+    assert wandb.run is None
+
+
 class RecordingBar:
     """A progress display that remembers."""
 

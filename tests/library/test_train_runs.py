@@ -76,6 +76,29 @@ def test_runs_on_one_base_give_the_bits_of_runs_apart(
         assert (one.uid, one.steps, one.train_loss) == (other.uid, other.steps, other.train_loss)
 
 
+def test_starts_from_nf4_weights_are_those_of_runs_apart_after_a_prompt_was_trained(
+    make_recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    methods = [
+        {"kind": "prompt", "num_virtual_tokens": 2},
+        {"kind": "lora", "r": 2, "init": "pissa"},
+        {"kind": "prefix", "num_virtual_tokens": 2},
+        {"kind": "lora", "r": 2, "init": "loftq"},
+    ]
+
+    def made(folder: Path) -> list[Recipe]:
+        content = make_recipe(quant={"kind": "nf4"}, train={"max_steps": 2}).model_dump()
+        return [
+            Recipe.model_validate({**content, "method": method, "out": str(folder / str(index))})
+            for index, method in enumerate(methods)
+        ]
+
+    together = train_runs(Runs(tuple(made(tmp_path / "together"))))
+    apart = [train(recipe) for recipe in made(tmp_path / "apart")]
+    for one, other in zip(apart, together, strict=True):
+        assert weights(one.out) == weights(other.out)
+
+
 def test_a_fault_of_the_last_run_is_found_before_the_first_begins(make_recipe: MakeRecipe, tmp_path: Path) -> None:
     first, second, _ = recipes(make_recipe, tmp_path)
     bad = second.model_copy(update={"data": second.data.model_copy(update={"train": str(tmp_path / "no.jsonl")})})
