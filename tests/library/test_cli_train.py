@@ -153,7 +153,10 @@ def test_ctrl_c_leaves_a_checkpoint_exits_130_and_resume_finishes(recipe: str, t
     assert f"train from step {step}: {150 - step}/{150 - step} step" in err
 
 
-def test_a_list_of_runs_is_planned_and_trained_on_one_base(recipe: str, tmp_path: Path, capsys: Capture) -> None:
+def test_a_list_of_runs_is_planned_and_trained_on_one_base(
+    recipe: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where the report goes
     content = yaml.safe_load(Path(recipe).read_text())
     content = {key: value for key, value in content.items() if key not in ("out", "method")} | {
         "turn_steps": 1,
@@ -174,3 +177,4 @@ def test_a_list_of_runs_is_planned_and_trained_on_one_base(recipe: str, tmp_path
     assert [read_adapter(tmp_path / name).parts[0].config.kind for name in "ab"] == ["lora", "prompt"]
     capsys.readouterr()
     assert run(["report", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert (tmp_path / "report.html").exists()
