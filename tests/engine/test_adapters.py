@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from peftkit.errors import AdapterError, BaseMismatchError, InputError
+from peftkit.errors import AdapterError, BaseMismatchError, InputError, UnsupportedError
 from peftkit_serve import Engine, Request, SamplingParams
 from peftkit_serve.adapters.store import NameTaken
 
@@ -47,6 +47,20 @@ def test_ranks_and_widths_that_the_kernels_have_no_room_for_are_refused(
     with pytest.raises(AdapterError, match="bottleneck of 513, sizes up to 512"):
         engine.adapters.add("a", bottleneck_folder(seed, bottleneck_size=513))
     assert engine.adapters.names() == []
+
+
+def test_what_cannot_be_served_is_refused_by_folder_and_tensor(
+    make_engine: MakeEngine, lora_folder: Folder, seed: int
+) -> None:
+    engine = make_engine()
+    folder = lora_folder(seed, modules_to_save=["model.norm"])
+    tensors = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+    tensors["base_model.model.model.norm.weight"] = torch.ones(32)
+    safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "peftkit.json").unlink()
+    with pytest.raises(UnsupportedError, match=r"model\.norm\.weight can't be served") as caught:
+        engine.adapters.add("a", folder)
+    assert str(caught.value).startswith(f"{folder}: ") and engine.adapters.names() == []
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../a", "a b", "ä", "a" * 129, ".", "..", "a\n", "a@1", "base:a"])

@@ -107,7 +107,10 @@ class AdapterLoader:
     def _pack(self, artifact: Artifact) -> LoadedAdapter:
         made: dict[str, Any] = {}
         for part in artifact.parts:
-            field, packed = self._pack_part(part)
+            try:
+                field, packed = self._pack_part(part)
+            except AdapterError as error:
+                raise type(error)(f"{artifact.path}: {error}", field=error.field) from error
             if field in made:
                 raise UnsupportedError(f"{artifact.path}: {artifact.kind} can't be served together, each alone can")
             made[field] = packed
@@ -146,7 +149,8 @@ class AdapterLoader:
                 raise AdapterError(f"{path} has a bottleneck of {width}, sizes up to {most} can be served")
         if loaded.weights is not None and loaded.weights.nbytes > self._max_weight_bytes:
             raise AdapterError(
-                f"{path} needs {loaded.weights.nbytes} bytes of adapter memory, there are {self._max_weight_bytes}"
+                f"{path} needs {loaded.weights.nbytes} bytes of adapter memory, there are {self._max_weight_bytes}: "
+                "give the engine more by adapter_bytes"
             )
         if loaded.num_virtual > self._max_virtual_tokens:
             raise AdapterError(
