@@ -18,7 +18,7 @@ from peftkit_serve.decode_inputs import DecodeInputs
 from peftkit_serve.graphs import DecodeGraphs, Drawn
 from peftkit_serve.models.decoder import Decoder
 from peftkit_serve.models.spec import ModelSpec, read_spec
-from peftkit_serve.models.weights import base_linear, load_weights
+from peftkit_serve.models.weights import OpenSource, base_linear, load_weights
 from peftkit_serve.pages import PAGE_TOKENS, pages_for
 from peftkit_serve.plan import Chunk, Sample, StepPlan, StepResult
 from peftkit_serve.request import SamplingParams
@@ -47,6 +47,7 @@ class Runner:
         adapter_bytes: int | None = None,
         deterministic: bool = False,
         graphs: bool | None = None,
+        source: OpenSource | None = None,
     ) -> None:
         """
         num_slots: LoRA and bottleneck adapters on the device at a time.
@@ -56,6 +57,7 @@ class Runner:
             free.
         deterministic: a request's tokens don't depend on what else is in its steps.
         graphs: steps of single tokens run on padded buffers, on a GPU as CUDA graphs; None does so on a GPU.
+        source: the base's tensors, where they don't come from its folder.
 
         Raises BaseModelError for a base that can't be served, InputError for a bad number, RunError when the device
         has too little memory.
@@ -65,9 +67,11 @@ class Runner:
         self.spec: ModelSpec = read_spec(base.path)
         if quant == "nf4":
             check_nf4(base, where)
-        weights = self._weights = load_weights(base.path, self.spec, quant=quant, dtype=dtype, device=where)
+        weights = self._weights = load_weights(
+            base.path, self.spec, quant=quant, dtype=dtype, device=where, source=source
+        )
         self.weight_bytes = weights.nbytes
-        """Bytes of all weights held, NF4 codes and their dequantised copies both."""
+        """Bytes of all weights held: NF4 codes, and on a CPU their dequantised copies too."""
         free = _free_bytes(where)
         if adapter_bytes is None:
             adapter_bytes = min(num_slots * _roomy_adapter_bytes(self.spec, dtype), free // 4)

@@ -13,9 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
 from peftkit.errors import BaseModelError
-from peftkit_kernels import linear
 from peftkit_serve.models.spec import PROJECTIONS, ModelSpec, read_spec
-from peftkit_serve.models.weights import ModelWeights, base_linear, load_weights
+from peftkit_serve.models.weights import Matrix, ModelWeights, Nf4Matrix, base_linear, load_weights, product
 
 CPU = torch.device("cpu")
 NF4: dict[str, Any] = {"blocksize": 64, "compress_statistics": True, "quant_type": "nf4"}
@@ -64,7 +63,8 @@ def load(folder: Path, **settings: Any) -> tuple[ModelSpec, ModelWeights]:
     return spec, load_weights(folder, spec, **({"dtype": torch.float32, "device": CPU} | settings))
 
 
-def dense(weight: Tensor) -> Tensor:
+def dense(weight: Matrix) -> Tensor:
+    assert isinstance(weight, Tensor)
     return weight.to_dense() if weight.is_mkldnn else weight
 
 
@@ -239,6 +239,23 @@ def test_nf4_weights_are_those_of_training_bit_for_bit(base: Path) -> None:
     assert weights.nbytes == load(base)[1].nbytes + weights.nf4_bytes
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_codes_alone_compute_what_their_dequantised_copies_do(base: Path, deterministic: bool) -> None:
+    _, cached = load(base, quant="nf4")
+    spec, weights = load(base, quant="nf4", cached=False)
+    assert weights.cached_bytes == 0 and weights.nf4_bytes == cached.nf4_bytes
+    assert weights.nbytes == cached.nbytes - cached.cached_bytes
+    for layer, wanted in zip(weights.layers, cached.layers, strict=True):
+        for name in ("qkv", "o", "gate_up", "down"):
+            matrix, copy = getattr(layer, f"{name}_OI"), getattr(wanted, f"{name}_OI")
+            assert isinstance(matrix, Nf4Matrix)
+            x, bias = torch.randn(7, matrix.in_features), torch.randn(sum(matrix.out_features))
+            y = product(x, matrix, bias, deterministic=deterministic)
+            torch.testing.assert_close(y, x @ dense(copy).T + bias, rtol=1e-5, atol=1e-5)
+    for path in ("model.layers.1.self_attn.v_proj", "model.layers.0.mlp.down_proj"):
+        assert torch.equal(base_linear(weights, spec, path)[0], base_linear(cached, spec, path)[0])
+
+
 @pytest.mark.parametrize("quant", ["none", "nf4"])
 def test_each_projections_own_weight_and_bias_are_found_in_the_fused_ones(
     tmp_path: Path, seed: int, quant: str
@@ -262,4 +279,4 @@ def test_each_projections_own_weight_and_bias_are_found_in_the_fused_ones(
 def test_packed_weights_compute_what_the_plain_ones_do(base: Path) -> None:
     _, weights = load(base)
     x, layer = torch.randn(5, 64), weights.layers[0]
-    torch.testing.assert_close(linear(x, layer.qkv_OI), x @ dense(layer.qkv_OI).T)
+    torch.testing.assert_close(product(x, layer.qkv_OI, None, deterministic=False), x @ dense(layer.qkv_OI).T)

@@ -32,7 +32,7 @@ from peftkit_serve.adapters.memory import AdapterMemory, BottleneckTables, LoraT
 from peftkit_serve.batch import Batch, Extras
 from peftkit_serve.models.ends import embed, replace_logits
 from peftkit_serve.models.spec import ModelSpec
-from peftkit_serve.models.weights import LayerWeights, ModelWeights
+from peftkit_serve.models.weights import LayerWeights, Matrix, ModelWeights, product
 
 
 class Decoder:
@@ -145,13 +145,13 @@ class Decoder:
         self,
         batch: Batch,
         x_TI: Tensor,
-        weight_OI: Tensor,
+        weight_OI: Matrix,
         bias_O: Tensor | None,
         tables: LoraTables | None,
         out_features: tuple[int, ...],
     ) -> Tensor:
         """A frozen product, and on top the updates of the adapted rows where `tables` is given."""
-        y_TO = linear(x_TI, weight_OI, bias_O, deterministic=self._deterministic)
+        y_TO = product(x_TI, weight_OI, bias_O, deterministic=self._deterministic)
         if tables is None or batch.segments is None:
             return y_TO
         return self._add_lora(y_TO, x_TI, batch.segments, tables, out_features)

@@ -1,14 +1,15 @@
 """A base's weights, straight from its safetensors: fused for the decoder, in NF4 if asked for, packed for the device.
 
 The query, key and value projections become one matrix, and so do gate and up, so that a layer has four products.
+In NF4 each keeps codes and scales of its own: on a GPU these are all that is held, and products decode them.
 """
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from safetensors import safe_open
@@ -17,26 +18,8 @@ from torch import Tensor
 from peftkit.base import Quant
 from peftkit.base.folder import weight_files
 from peftkit.errors import BaseModelError, did_you_mean
-from peftkit_kernels import pack_linear
+from peftkit_kernels import linear, nf4_dequantize, nf4_linear, pack_linear
 from peftkit_serve.models.spec import HEAD, PROJECTIONS, ModelSpec
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One decoder layer. The matrices are as `pack_linear` returns them; a bias is None where the family has none."""
-
-    input_norm_H: Tensor
-    post_norm_H: Tensor
-    qkv_OI: Tensor
-    o_OI: Tensor
-    gate_up_OI: Tensor
-    down_OI: Tensor
-    qkv_bias_O: Tensor | None
-    o_bias_O: Tensor | None
-    gate_up_bias_O: Tensor | None
-    down_bias_O: Tensor | None
-    q_norm_D: Tensor | None
-    k_norm_D: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +33,57 @@ class Nf4Weight:
     absmax_offset: Tensor
 
     @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """In the argument order of `nf4_linear` and `nf4_dequantize`."""
+        return self.code_X, self.absmax_B, self.absmax_code, self.absmax_scale, self.absmax_offset
+
+    @property
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
-        return sum(_nbytes(getattr(self, field.name)) for field in fields(self))
+        return sum(_nbytes(tensor) for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Nf4Matrix:
+    """The weights of linear layers that share an input, in NF4, side by side."""
+
+    parts: tuple[Nf4Weight, ...]
+    out_features: tuple[int, ...]
+    in_features: int
+
+
+Matrix = Tensor | Nf4Matrix
+"""Weights of linear layers that share an input: as `pack_linear` returns it, or in NF4."""
+
+
+def product(x_TI: Tensor, matrix: Matrix, bias_O: Tensor | None, *, deterministic: bool) -> Tensor:
+    """y[t] = weight @ x[t] + bias. Returns y_TO."""
+    if isinstance(matrix, Tensor):
+        return linear(x_TI, matrix, bias_O, deterministic=deterministic)
+    biases = [None] * len(matrix.parts) if bias_O is None else bias_O.split(matrix.out_features)
+    y = [
+        nf4_linear(x_TI, *part.tensors, out, bias, deterministic=deterministic)
+        for part, out, bias in zip(matrix.parts, matrix.out_features, biases, strict=True)
+    ]
+    return y[0] if len(y) == 1 else torch.cat(y, dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer. A bias is None where the family has none."""
+
+    input_norm_H: Tensor
+    post_norm_H: Tensor
+    qkv_OI: Matrix
+    o_OI: Matrix
+    gate_up_OI: Matrix
+    down_OI: Matrix
+    qkv_bias_O: Tensor | None
+    o_bias_O: Tensor | None
+    gate_up_bias_O: Tensor | None
+    down_bias_O: Tensor | None
+    q_norm_D: Tensor | None
+    k_norm_D: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +96,8 @@ class ModelWeights:
     head_VH: Tensor
     """As `pack_linear` returns it."""
     nf4: Mapping[str, Nf4Weight]
-    """Path of each linear layer → its quantised weight; empty for quant "none". The layers hold the same weights
-    dequantised, so that a step never has to."""
+    """Path of each linear layer → its quantised weight; empty for quant "none". On a CPU the layers hold the same
+    weights dequantised, so that a step never has to."""
 
     @property
     def nf4_bytes(self) -> int:
@@ -77,30 +108,57 @@ class ModelWeights:
     def cached_bytes(self) -> int:
         """Bytes of dequantised copies of quantised weights; 0 for quant "none"."""
         matrices = ("qkv_OI", "o_OI", "gate_up_OI", "down_OI")
-        return sum(_nbytes(getattr(layer, name)) for layer in self.layers for name in matrices) if self.nf4 else 0
+        held = [getattr(layer, name) for layer in self.layers for name in matrices] if self.nf4 else []
+        return sum(_nbytes(matrix) for matrix in held if isinstance(matrix, Tensor))
 
     @property
     def nbytes(self) -> int:
         """Bytes of everything that is held."""
         tensors = {id(t): t for t in (self.embedding_VH, self.norm_H, self.head_VH)}
         for layer in self.layers:
-            tensors |= {id(t): t for field in fields(layer) if (t := getattr(layer, field.name)) is not None}
+            tensors |= {id(t): t for field in fields(layer) if isinstance(t := getattr(layer, field.name), Tensor)}
         return self.nf4_bytes + sum(_nbytes(tensor) for tensor in tensors.values())
 
 
+class TensorSource(Protocol):
+    """Where a base's tensors come from, by the names that safetensors files give them."""
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """A tensor of the given shape, on the device and in the compute dtype."""
+        ...
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def check_all_taken(self) -> None:
+        """Raises BaseModelError when there are tensors that nobody took."""
+        ...
+
+
+OpenSource = Callable[[torch.dtype, torch.device], AbstractContextManager[TensorSource]]
+
+
 def load_weights(
-    path: Path, spec: ModelSpec, *, quant: Quant = "none", dtype: torch.dtype, device: torch.device
+    path: Path,
+    spec: ModelSpec,
+    *,
+    quant: Quant = "none",
+    dtype: torch.dtype,
+    device: torch.device,
+    cached: bool | None = None,
+    source: OpenSource | None = None,
 ) -> ModelWeights:
     """Reads the weights of the base in a HF folder.
 
     quant: "nf4" quantises every linear layer but the output embedding, as bitsandbytes does for a model loaded in
-    `dtype`. dtype: compute dtype. Raises BaseModelError that names a tensor which is missing, of the wrong shape, or
-    belongs to no layer.
+    `dtype`. dtype: compute dtype. cached: hold NF4 weights dequantised too; None does so on a CPU, where decoding costs
+    more than a product. source: tensors from elsewhere than the folder. Raises BaseModelError that names a tensor which
+    is missing, of the wrong shape, or belongs to no layer.
     """
     nf4: dict[str, Nf4Weight] = {}
-    with _Reader(path, dtype, device) as reader:
+    cached = device.type == "cpu" if cached is None else cached
+    with _Reader(path, dtype, device) if source is None else source(dtype, device) as reader:
         embedding_VH = reader.take("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
-        layers = tuple(_layer(reader, spec, index, quant, nf4) for index in range(spec.num_layers))
+        layers = tuple(_layer(reader, spec, index, quant, nf4, cached) for index in range(spec.num_layers))
         norm_H = reader.take("model.norm.weight", spec.hidden_size)
         head_VH = _head(reader, spec, embedding_VH)
         reader.check_all_taken()
@@ -122,7 +180,11 @@ def base_linear(weights: ModelWeights, spec: ModelSpec, path: str) -> tuple[Tens
     weight_OI, bias_O, first = next(part for part in reversed(fused) if part[2] <= projection)
     start = sum(out for out, _ in spec.projection_shapes[first:projection])
     rows = slice(start, start + spec.projection_shapes[projection][0])
-    return _plain(weight_OI)[rows], None if bias_O is None else bias_O[rows]
+    bias = None if bias_O is None else bias_O[rows]
+    if isinstance(weight_OI, Tensor):
+        return _plain(weight_OI)[rows], bias
+    part = weight_OI.parts[projection - first]
+    return nf4_dequantize(*part.tensors, spec.projection_shapes[projection], weights.norm_H.dtype), bias
 
 
 class _Reader:
@@ -165,18 +227,24 @@ class _Reader:
             raise BaseModelError(f"{self._path}: {len(left)} tensors belong to no layer, the first is {left[0]}")
 
 
-def _layer(reader: _Reader, spec: ModelSpec, index: int, quant: Quant, nf4: dict[str, Nf4Weight]) -> LayerWeights:
+def _layer(
+    reader: TensorSource, spec: ModelSpec, index: int, quant: Quant, nf4: dict[str, Nf4Weight], cached: bool
+) -> LayerWeights:
     prefix = f"model.layers.{index}"
     shapes: dict[str, tuple[int, int]] = dict(zip(PROJECTIONS, spec.projection_shapes, strict=True))
 
-    def matrix(*projections: str) -> Tensor:
+    def matrix(*projections: str) -> Matrix:
         parts: list[Tensor] = []
         for projection in projections:
             path = f"{prefix}.{projection}"
             part = reader.take(f"{path}.weight", *shapes[projection])
             if quant == "nf4":
-                nf4[path], part = _quantize(part)
+                nf4[path], part = _quantize(part, cached=cached)
             parts.append(part)
+        if quant == "nf4" and not cached:
+            out_features = tuple(shapes[projection][0] for projection in projections)
+            quantised = tuple(nf4[f"{prefix}.{projection}"] for projection in projections)
+            return Nf4Matrix(quantised, out_features, shapes[projections[0]][1])
         return pack_linear(parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def bias(present: bool, *projections: str) -> Tensor | None:
@@ -204,7 +272,7 @@ def _layer(reader: _Reader, spec: ModelSpec, index: int, quant: Quant, nf4: dict
     )
 
 
-def _head(reader: _Reader, spec: ModelSpec, embedding_VH: Tensor) -> Tensor:
+def _head(reader: TensorSource, spec: ModelSpec, embedding_VH: Tensor) -> Tensor:
     """The output embedding: the file's own where it has one, else the tied input embedding."""
     if spec.tied_embeddings and "lm_head.weight" not in reader:
         return embedding_VH
@@ -212,15 +280,15 @@ def _head(reader: _Reader, spec: ModelSpec, embedding_VH: Tensor) -> Tensor:
     return embedding_VH if torch.equal(head_VH, embedding_VH) else head_VH
 
 
-def _quantize(weight_OI: Tensor) -> tuple[Nf4Weight, Tensor]:
-    """The quantised weight, and the weight that bitsandbytes makes of it in training and merging, bit for bit."""
+def _quantize(weight_OI: Tensor, *, cached: bool) -> tuple[Nf4Weight, Tensor]:
+    """The quantised weight, and if it is to be cached the weight that bitsandbytes makes of it, bit for bit."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit  # slow to import, and only NF4 bases need it
 
     codes, state = quantize_4bit(weight_OI, blocksize=64, compress_statistics=True, quant_type="nf4")
     nested, offset = state.state2, state.offset
     assert nested is not None and offset is not None, "double quantisation was asked for"
     quantised = Nf4Weight(codes.flatten(), state.absmax, nested.code, nested.absmax, offset)
-    return quantised, dequantize_4bit(codes, state)
+    return quantised, dequantize_4bit(codes, state) if cached else weight_OI[:0]
 
 
 def _plain(weight_OI: Tensor) -> Tensor:
