@@ -24,7 +24,7 @@ from peftkit.errors import RunError, UnsupportedError
 from peftkit.methods import LoraConfig
 from peftkit.methods.frozen import dequantized
 from peftkit.methods.lora import EMBEDDING, HEAD, PREFIX
-from peftkit.methods.lora_layers import LoraEmbedding, LoraLinear, TokenRows
+from peftkit.methods.lora_layers import SMALLEST_NORM, LoraEmbedding, LoraLinear, TokenRows
 from peftkit.methods.method import matrices
 
 
@@ -54,7 +54,8 @@ class Update:
         product = self.lora_B.to(device, torch.float32) @ self.lora_A.to(device, torch.float32)
         updated = (weight.T if self.embedding else weight).float() + product * self.scale
         if self.magnitude is not None:
-            updated = updated * (self.magnitude.to(device, torch.float32) / updated.norm(dim=1))[:, None]
+            norms = updated.norm(dim=1).clamp(min=SMALLEST_NORM)
+            updated = updated * (self.magnitude.to(device, torch.float32) / norms)[:, None]
         return updated.T if self.embedding else updated
 
 

@@ -15,6 +15,9 @@ from torch.func import functional_call
 from peftkit.methods.frozen import dequantized
 from peftkit.methods.lora_config import LoraConfig, LoraSite
 
+SMALLEST_NORM = 1e-18
+"""What a row of zeros is taken to have, as that of a padding token: DoRA divides by it."""
+
 
 class Adapted(nn.Module):
     """A module in the place of `base_layer`."""
@@ -129,7 +132,7 @@ class LoraLayer(Adapted):
             cross_O = (self._product(A) * B).sum(1)
             update_O = ((B @ (A @ A.T)) * B).sum(1)
             square_O = self.square_O + 2 * self.scale * cross_O + self.scale**2 * update_O
-            return square_O.clamp(min=torch.finfo(torch.float32).tiny).sqrt()
+            return square_O.clamp(min=SMALLEST_NORM**2).sqrt()
 
     def combined(self, y: Tensor, update: Tensor, bias: Tensor | None = None) -> Tensor:
         """The layer's output from the base's y (…, O), which has the base's bias in it, and s (B A x + b)."""

@@ -149,3 +149,17 @@ def test_a_scaled_embedding_and_rows_of_no_known_token_are_refused_by_name(seed:
     settings = {"target_modules": ["q_proj"], "modules_to_save": ["up_proj"]}
     with pytest.raises(UnsupportedError, match=r"mlp\.up_proj\.weight can't be served"):
         packed(peft_model(tmp_path, settings, generator), settings, runner)
+
+
+def test_dora_of_a_row_of_zeros_is_finite(seed: int, tmp_path: Path) -> None:
+    config = LlamaConfig(**SIZES, tie_word_embeddings=True)
+    base = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        base.get_input_embeddings().weight[2] = 0.0
+    base.save_pretrained(tmp_path)
+    runner = Runner(BaseInfo("tiny", tmp_path), device="cpu", num_pages=8, num_slots=1)
+    settings: dict[str, Any] = {"target_modules": ["lm_head"], "use_dora": True}
+    tuned = peft.get_peft_model(base, peft.LoraConfig(r=2, **settings))
+    assert isinstance(tuned, peft.PeftModel)
+    packed_head = packed(tuned, settings, runner).layers[-1].weights
+    assert torch.isfinite(packed_head).all()

@@ -310,3 +310,12 @@ def test_an_untied_model_stays_untied(seed: int, make_adapter: MakeAdapter) -> N
     with torch.no_grad():
         found = merged(ids).logits
     assert relative(found, logits_with(adapter, model, ids)) < 1e-5
+
+
+def test_a_row_of_zeros_stays_one_under_dora(seed: int) -> None:
+    weight, magnitude = torch.randn(6, 5), torch.rand(6) + 0.5
+    weight[2], lora_B = 0.0, torch.randn(6, 3)
+    lora_B[2] = 0.0  # a padding token's row, which nothing trains
+    merged = Update(torch.randn(3, 5), lora_B, 2.0, magnitude).applied(weight)
+    assert torch.equal(merged[2], torch.zeros(5)) and torch.isfinite(merged).all()
+    torch.testing.assert_close(merged[3:].norm(dim=1), magnitude[3:])

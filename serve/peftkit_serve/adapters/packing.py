@@ -22,6 +22,7 @@ from peftkit.errors import AdapterError, UnsupportedError
 from peftkit.methods import BottleneckConfig
 from peftkit.methods.bottleneck import PREFIX as LAYERS_PREFIX
 from peftkit.methods.lora import PREFIX, LoraSite
+from peftkit.methods.lora_layers import SMALLEST_NORM
 from peftkit_kernels import BOTTLENECK_INPUTS, NON_LINEARITIES
 from peftkit_serve.models.spec import EMBEDDING, HEAD, PROJECTIONS, ModelSpec
 
@@ -287,7 +288,7 @@ def _rescaling(
     """DoRA's y ← c · (y - bias) + bias with c = m / ‖W + sBA‖, as rows c - 1 and (1 - c) · bias: float32 (2, out)."""
     a, b, magnitude = (tensor.to(weight_OI.device, torch.float32) for tensor in (a_RI, b_OR, magnitude_O))
     norm_O = torch.linalg.vector_norm(torch.addmm(weight_OI.float(), b, a, alpha=scale), dim=1)
-    excess_O = magnitude / norm_O - 1
+    excess_O = magnitude / norm_O.clamp(min=SMALLEST_NORM) - 1
     return torch.stack((excess_O, torch.zeros_like(excess_O) if bias_O is None else -excess_O * bias_O)).cpu()
 
 
