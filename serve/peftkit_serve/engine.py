@@ -93,7 +93,8 @@ class Engine:
         max_requests: most requests in a step; others wait.
         max_adapters: LoRA and bottleneck adapters on the device at a time; any number can be registered.
         num_pages: KV memory in pages of 16 tokens; None takes what the device's memory leaves.
-        adapter_bytes: memory of these adapters on the device; None takes room for `max_adapters` LoRAs of rank 64.
+        adapter_bytes: memory of these adapters on the device; None takes room for `max_adapters` LoRAs of rank 64
+            and both embeddings, whole, of one.
         deterministic: a request's tokens don't depend on what else is in its batch, at some cost in speed.
         graphs: steps of generated tokens alone run as CUDA graphs; None does so on a GPU.
 

@@ -53,8 +53,8 @@ class Runner:
         num_slots: LoRA and bottleneck adapters on the device at a time.
         num_pages: KV memory in pages; None takes what the device's memory leaves, and no more than `max_requests`
             sequences of full length can use.
-        adapter_bytes: their memory; None takes room for a LoRA of rank 64 in each slot, at most a quarter of what is
-            free.
+        adapter_bytes: their memory; None takes room for a LoRA of rank 64 in each slot and both embeddings, whole, of
+            one, at most a quarter of what is free.
         deterministic: a request's tokens don't depend on what else is in its steps.
         graphs: steps of single tokens run on padded buffers, on a GPU as CUDA graphs; None does so on a GPU.
         source: the base's tensors, where they don't come from its folder.
@@ -74,7 +74,8 @@ class Runner:
         """Bytes of all weights held: NF4 codes, and on a CPU their dequantised copies too."""
         free = _free_bytes(where)
         if adapter_bytes is None:
-            adapter_bytes = min(num_slots * _roomy_adapter_bytes(self.spec, dtype), free // 4)
+            roomy = num_slots * _roomy_adapter_bytes(self.spec, dtype) + _ends_bytes(self.spec, dtype)
+            adapter_bytes = min(roomy, free // 4)
         if num_pages is None:
             budget = free - adapter_bytes - _working_bytes(self.spec, dtype, max_tokens_per_step, max_requests)
             useful = max_requests * pages_for(self.spec.max_position)
@@ -251,6 +252,11 @@ def _working_bytes(spec: ModelSpec, dtype: torch.dtype, max_tokens: int, max_req
 def _roomy_adapter_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     layer = _ROOMY_RANK * dtype.itemsize * sum(out + inside for out, inside in spec.projection_shapes)
     return spec.num_layers * -(-layer // UNIT_BYTES) * UNIT_BYTES
+
+
+def _ends_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Both embeddings whole, as one adapter may have them."""
+    return 2 * -(-spec.vocab_size * spec.hidden_size * dtype.itemsize // UNIT_BYTES) * UNIT_BYTES
 
 
 def _allocate_kv(spec: ModelSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from transformers import AutoModelForCausalLM
 
+from peftkit.artifact import save_adapter
 from peftkit.errors import AdapterError, BaseMismatchError, InputError, UnsupportedError
+from peftkit.methods import LoraConfig, attach
 from peftkit_serve import Engine, Request, SamplingParams
 from peftkit_serve.adapters.store import NameTaken
 
@@ -270,3 +273,15 @@ def test_a_folder_is_read_on_the_loaders_thread(
     engine.adapters.add("a", lora_folder(seed))
     answer(engine, "a")
     assert len(threads) == 1 and threads[0].startswith("peftkit-adapter-loader")
+
+
+def test_by_default_an_engine_for_one_adapter_holds_one_with_both_embeddings(
+    make_engine: MakeEngine, base_folder: Path, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(base_folder)
+    attach(model, LoraConfig(r=64, modules_to_save=["embed_tokens", "lm_head"]))
+    save_adapter(model, tmp_path / "whole")
+    engine = make_engine(max_adapters=1)
+    engine.adapters.add("whole", tmp_path / "whole")
+    (output,) = engine.generate([Request([5, 6, 7], "whole", SamplingParams(max_tokens=2, ignore_eos=True))])
+    assert output.finish_reason == "length"
