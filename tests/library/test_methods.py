@@ -451,3 +451,30 @@ def test_text_beyond_a_sliding_window_is_refused_by_soft_prompts_and_not_by_pref
     generate = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     cached, whole = (model.generate(ids, use_cache=use_cache, **generate) for use_cache in (True, False))
     assert torch.equal(cached, whole)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_of_two_methods_either_is_trained_alone(model: PreTrainedModel, frozen: int) -> None:
+    configs = [LoraConfig(r=2), PromptTuningConfig(num_virtual_tokens=3)]
+    attach(model, configs[0], seed=1)
+    if frozen == 0:
+        for parameter in attached(model)[0].parameters().values():
+            parameter.requires_grad_(False)
+    attach(model, configs[1], seed=1)
+    kept, trained = attached(model)[frozen], attached(model)[1 - frozen]
+    for parameter in kept.parameters().values():
+        parameter.requires_grad_(False)
+    randomise(model)
+    ids = torch.randint(1, 97, (2, 9))
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert not kept.trainable and trained.trainable
+    assert all(parameter.grad is None for parameter in kept.parameters().values())
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in trained.parameters().values())
+
+
+def test_attaching_a_second_method_leaves_a_frozen_first_one_frozen(model: PreTrainedModel) -> None:
+    attach(model, LoraConfig(r=2))
+    for parameter in attached(model)[0].parameters().values():
+        parameter.requires_grad_(False)
+    attach(model, PTuningV2Config(num_virtual_tokens=3))
+    assert [method.trainable for method in attached(model)] == [False, True]
