@@ -82,16 +82,22 @@ def test_a_deterministic_row_has_the_same_bits_in_any_company(seed: int, interpr
     assert torch.equal(module.nf4_linear(x[3:20], *parts, 6, deterministic=True), together[3:20])
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3])
-def test_few_rows_over_several_steps_and_a_ragged_end(
-    seed: int, assert_near: Near, interpreter: Interpreter, rows: int
-) -> None:
+def test_a_row_over_several_steps_and_a_ragged_end(seed: int, assert_near: Near, interpreter: Interpreter) -> None:
     module = interpreter("nf4")
-    with module.override(module.Few(rows=4, outs=4, halves=4, num_warps=1, num_stages=1)):
-        check_linear(module, assert_near, rows, 5, 320, torch.float16)
-    with module.override(module.Few(rows=1, outs=2, halves=4, num_warps=1, num_stages=1)):
-        with pytest.raises(ValueError, match="fewer rows"):
-            module.nf4_linear(torch.ones(2, 64), *quantised(torch.ones(3, 64)), 3)
+    with module.override(module.One(outs=2, halves=4, num_warps=1, num_stages=1)):
+        check_linear(module, assert_near, 1, 5, 320, torch.float16)
+
+
+@pytest.mark.parametrize("size", [(16, 64), (5, 64), (7, 9)], ids=str)
+def test_dequantises_codes_that_start_anywhere_in_memory(
+    seed: int, interpreter: Interpreter, size: tuple[int, int]
+) -> None:
+    module, parts = interpreter("nf4"), quantised(torch.randn(size))
+    moved = torch.cat((parts[0][:1], parts[0]))[1:]
+    assert moved.storage_offset() == 1
+    with module.override(module.Flat(words=32, num_warps=1)):
+        ours = module.nf4_dequantize(moved, *parts[1:], size, torch.float32)
+    assert torch.equal(ours, reference.nf4_dequantize(*parts, size, torch.float32))
 
 
 def test_no_rows(interpreter: Interpreter) -> None:

@@ -1,7 +1,7 @@
 """NF4 in bitsandbytes' layout: dequantised in one pass, and multiplied by without ever being dequantised in memory.
 
-`nf4_linear` is bound by the arithmetic of decoding before it is by memory. One to four rows need no tensor cores
-(`nf4_few`); up to 64 rows take them, with a level's scale applied to the sum over its block.
+`nf4_linear` is bound by the arithmetic of decoding before it is by memory. A single row needs no tensor cores
+(`nf4_one`); up to 64 rows take them, with a level's scale applied to the sum over its block.
 `nf4_dequantize` must round as float32 does and shuffles all.
 """
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from peftkit_kernels import reference
 from peftkit_kernels.triton.compile import Specimen
-from peftkit_kernels.triton.nf4_decode import level, permute_levels, scale, select_levels, shuffle_levels
-from peftkit_kernels.triton.nf4_few import few
+from peftkit_kernels.triton.nf4_decode import permute_levels, scale, select_levels, word_levels
+from peftkit_kernels.triton.nf4_one import one
 
 _BLOCK = tl.constexpr(64)  # weights under one scale
 
@@ -41,10 +41,9 @@ class Config:
 
 
 @dataclass(frozen=True, slots=True)
-class Few:
-    """How a product of one to four rows is cut."""
+class One:
+    """How a product of a single row is cut."""
 
-    rows: int
     outs: int
     """Output features a program, at most: fewer where there would be too few programs."""
     halves: int
@@ -57,21 +56,13 @@ class Few:
 class Flat:
     """How weights are dequantised."""
 
-    blocks: int
-    """Blocks of 64 weights a program; a divisor of 256, so that they share a nested scale."""
+    words: int
+    """Words of eight codes a program."""
     num_warps: int
 
 
-FLAT = Flat(blocks=128, num_warps=4)
-
-FEW: Mapping[int, Few] = MappingProxyType(
-    {
-        1: Few(rows=1, outs=16, halves=128, num_warps=4, num_stages=1),
-        2: Few(rows=2, outs=4, halves=128, num_warps=4, num_stages=1),
-        4: Few(rows=4, outs=4, halves=128, num_warps=4, num_stages=1),
-    }
-)
-"""Rows rounded up to a power of two → configuration."""
+FLAT = Flat(words=512, num_warps=4)
+ONE = One(outs=16, halves=128, num_warps=4, num_stages=1)
 
 CONFIGS: Mapping[tuple[int, int], Config] = MappingProxyType(
     {
@@ -89,8 +80,8 @@ MAX_ROWS = 64
 """More rows than this go through dequantised weights and cuBLAS."""
 
 _MULTIPROCESSORS: Mapping[int, int] = MappingProxyType({8: 108, 9: 132, 10: 148})
-C = TypeVar("C", Config, Few, Flat)
-_override: list[Config | Few | Flat] = []
+C = TypeVar("C", Config, One, Flat)
+_override: list[Config | One | Flat] = []
 
 
 def nf4_dequantize(
@@ -107,18 +98,18 @@ def nf4_dequantize(
     num_elements = weight_OI.numel()
     if num_elements:
         config = _overridden(Flat) or FLAT
-        _dequantize[(triton.cdiv(num_elements, 64 * config.blocks),)](
-            code_X.contiguous(),
+        if code_X.numel() % 4 or code_X.storage_offset() % 4:  # codes are read eight at a time
+            code_X = F.pad(code_X, (0, -code_X.numel() % 4))
+        _dequantize[(triton.cdiv(num_elements, 8 * config.words),)](
+            code_X.contiguous().view(torch.int32),
             absmax_B.contiguous(),
             absmax_code.contiguous(),
             absmax_scale.contiguous(),
             absmax_offset,
             weight_OI,
             num_elements,
-            code_X.numel(),
-            absmax_B.numel(),
-            BLOCKS=config.blocks,
-            WHOLE=num_elements % (64 * config.blocks) == 0,
+            WORDS=config.words,
+            WHOLE=num_elements % (8 * config.words) == 0,
             SHUFFLE=code_X.is_cuda,
             num_warps=config.num_warps,
             enable_fp_fusion=False,  # a scale is rounded before the offset is added
@@ -151,33 +142,30 @@ def nf4_linear(
     if not y_TO.numel():
         return y_TO
     quantised = (code_X.contiguous(), absmax_B.contiguous(), absmax_code.contiguous(), absmax_scale.contiguous())
-    multiply = _few_rows if num_rows <= max(FEW) and not deterministic and not _overridden(Config) else _more_rows
-    multiply(x_TI, (*quantised, absmax_offset), bias_O, y_TO, deterministic)
+    if num_rows == 1 and not deterministic and not _overridden(Config):
+        _one_row(x_TI, (*quantised, absmax_offset), bias_O, y_TO)
+    else:
+        _more_rows(x_TI, (*quantised, absmax_offset), bias_O, y_TO, deterministic)
     return y_TO
 
 
-def _few_rows(x_TI: Tensor, quantised: Sequence[Tensor], bias_O: Tensor | None, y_TO: Tensor, _: bool) -> None:
-    num_rows, out_features = y_TO.shape
-    config = _overridden(Few) or FEW[triton.next_power_of_2(num_rows)]
-    if config.rows < num_rows:
-        raise ValueError(f"{config} is for fewer rows than {num_rows}")
+def _one_row(x_TI: Tensor, quantised: Sequence[Tensor], bias_O: Tensor | None, y_TO: Tensor) -> None:
+    out_features = y_TO.shape[1]
+    config = _overridden(One) or ONE
     x_TI = x_TI.contiguous()
     if x_TI.data_ptr() % 8:  # inputs are read four at a time
         x_TI = x_TI.clone()
     outs, wanted = config.outs, 8 * _MULTIPROCESSORS.get(_major(x_TI.device), 148) // config.num_warps
     while outs > 1 and triton.cdiv(out_features, outs) < wanted:
         outs //= 2
-    few[(triton.cdiv(out_features, outs),)](
+    one[(triton.cdiv(out_features, outs),)](
         x_TI,
         quantised[0].view(torch.int32),
         *quantised[1:],
         y_TO if bias_O is None else bias_O,
         y_TO,
-        num_rows,
-        x_TI.stride(0),
         OUT=out_features,
         IN=x_TI.shape[1],
-        ROWS=config.rows,
         OUTS=outs,
         HALVES=config.halves,
         STAGES=config.num_stages,
@@ -245,36 +233,28 @@ def _dequantize(
     absmax_offset,
     weight,
     num_elements,
-    num_bytes,
-    num_blocks,
-    BLOCKS: tl.constexpr,
+    WORDS: tl.constexpr,
     WHOLE: tl.constexpr,
     SHUFFLE: tl.constexpr,
 ):
-    """Four bytes and eight weights a thread at a time: loads and 16-byte stores that lie one after another."""
-    first = tl.program_id(0).to(tl.int64) * BLOCKS
-    block = tl.arange(0, BLOCKS)
-    word = block[:, None] * 8 + tl.arange(0, 8)[None, :]
-    byte = word[:, :, None] * 4 + tl.arange(0, 4)[None, None, :]
-    element = word[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-    weight += first * _BLOCK
+    """Neighbouring threads have neighbouring words of eight codes: a warp stores 512 bytes that lie together."""
+    first = tl.program_id(0).to(tl.int64) * WORDS
+    left = num_elements - first * 8
+    word = tl.max_contiguous(tl.arange(0, WORDS), 1)  # or a thread would take four neighbours and move three of them
+    if not WHOLE:
+        word = tl.minimum(word, (left - 1) // 8)
+    packed = tl.load(code + first + word)
+    factor = scale(absmax, absmax_code, absmax_scale, absmax_offset, (first + word) // 8)
+    l0, l1, l2, l3, l4, l5, l6, l7 = word_levels(packed, SHUFFLE)
+    even = tl.join(tl.join(l0, l4), tl.join(l2, l6))
+    odd = tl.join(tl.join(l1, l5), tl.join(l3, l7))
+    levels = tl.reshape(tl.join(even, odd), (WORDS, 8))
+    value = (levels * factor[:, None]).to(weight.dtype.element_ty)
+    element = tl.arange(0, WORDS)[:, None] * 8 + tl.arange(0, 8)[None, :]
     if WHOLE:
-        packed = tl.load(code + first * 32 + byte)
+        tl.store(weight + first * 8 + element, value)
     else:
-        packed = tl.load(code + first * 32 + byte, mask=byte < num_bytes - first * 32, other=0)
-    last = tl.minimum(block, num_blocks - 1 - first)  # behind the last block nothing is stored
-    factor = tl.load(absmax_code + tl.load(absmax + first + last).to(tl.int32))
-    factor = factor * tl.load(absmax_scale + first // 256) + tl.load(absmax_offset)
-    factor = factor[:, None, None]
-    if SHUFFLE:
-        high, low = shuffle_levels(packed)
-    else:
-        high, low = level(packed >> 4), level(packed & 15)
-    value = tl.interleave(high * factor, low * factor).to(weight.dtype.element_ty)
-    if WHOLE:
-        tl.store(weight + element, value)
-    else:
-        tl.store(weight + element, value, mask=element < num_elements - first * _BLOCK)
+        tl.store(weight + first * 8 + element, value, mask=element < left)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -371,16 +351,15 @@ def _deal(value, ROWS: tl.constexpr):
     )
 
 
-def candidates(kind: str) -> Iterator[Config | Few | Flat]:
+def candidates(kind: str) -> Iterator[Config | One | Flat]:
     """Configurations worth timing for a product with so many rows, or to "dequantize"."""
     rows = 0 if kind == "dequantize" else int(kind)
     if not rows:
-        yield from (Flat(blocks, num_warps) for blocks in (16, 32, 64, 128, 256) for num_warps in (2, 4, 8))
-    elif rows <= max(FEW):
-        padded = triton.next_power_of_2(rows)
-        for outs, halves, num_warps in _FEW_CUTS:
+        yield from (Flat(32 * num_warps * each, num_warps) for num_warps in (2, 4, 8) for each in (1, 2, 4, 8))
+    elif rows == 1:
+        for outs, halves, num_warps in _ONE_CUTS:
             for num_stages in (1, 2) if halves == 32 else (1,):
-                yield Few(padded, outs // padded, halves, num_warps, num_stages)
+                yield One(outs, halves, num_warps, num_stages)
         yield Config(rows=16, outs=64, unroll=1, num_warps=2, num_stages=6)
     else:
         padded = max(16, triton.next_power_of_2(rows))
@@ -390,15 +369,15 @@ def candidates(kind: str) -> Iterator[Config | Few | Flat]:
                     yield Config(padded, outs, unroll, num_warps, num_stages)
 
 
-_FEW_CUTS = (
+_ONE_CUTS = (
     (4, 128, 4), (8, 128, 4), (16, 128, 4), (8, 64, 2), (16, 64, 2), (8, 256, 8), (16, 256, 8), (16, 64, 4),
     (32, 64, 4), (8, 32, 1), (16, 32, 2), (32, 32, 4), (64, 32, 4), (64, 32, 8), (128, 32, 8),
 )  # fmt: skip
-"""Outputs a program at one row, half blocks at a time, warps."""
+"""Outputs a program, half blocks at a time, warps."""
 
 
 @contextmanager
-def override(config: Config | Few | Flat) -> Iterator[None]:
+def override(config: Config | One | Flat) -> Iterator[None]:
     """Takes one configuration for what it is for, for the calls inside."""
     _override.append(config)
     try:
@@ -439,9 +418,9 @@ def specimens() -> Iterator[Specimen]:
     quantised = {"code": "*u8", "absmax": "*u8"}
     quantised |= dict.fromkeys(("absmax_code", "absmax_scale", "absmax_offset"), "*fp32")
     for dtype in ("*bf16", "*fp16"):
-        constants = {"BLOCKS": FLAT.blocks, "WHOLE": True, "SHUFFLE": True}
-        sizes = dict.fromkeys(("num_elements", "num_bytes", "num_blocks"), "i32")
-        signature = {**quantised, "weight": dtype, **sizes, **dict.fromkeys(constants, "constexpr")}
+        constants = {"WORDS": FLAT.words, "WHOLE": True, "SHUFFLE": True}
+        signature = {**quantised, "code": "*i32", "weight": dtype, "num_elements": "i32"}
+        signature |= dict.fromkeys(constants, "constexpr")
         yield Specimen(_dequantize, signature, constants, num_warps=FLAT.num_warps, num_stages=1)
         for (rows, major), config in CONFIGS.items():
             if major != 9:
@@ -451,12 +430,11 @@ def specimens() -> Iterator[Specimen]:
             pointers = {"x": dtype, **quantised, "code": "*i16", "bias": dtype, "sums": "*fp32"}
             signature = {**pointers, "num_rows": "i32", "x_stride": "i32", **dict.fromkeys(constants, "constexpr")}
             yield Specimen(_linear, signature, constants, config.num_warps, config.num_stages)
-        for config in FEW.values():
-            constants = {"OUT": 28672, "IN": 4096, "ROWS": config.rows, "OUTS": config.outs, "HALVES": config.halves}
-            constants |= {"STAGES": config.num_stages, "HAS_BIAS": False, "ON_GPU": True}
-            signature = {"x": dtype, **quantised, "code": "*i32", "bias": dtype, "y": dtype, "num_rows": "i32"}
-            signature |= {"x_stride": "i32:16", **dict.fromkeys(constants, "constexpr")}
-            yield Specimen(few, signature, constants, config.num_warps, num_stages=1)
+        constants = {"OUT": 28672, "IN": 4096, "OUTS": ONE.outs, "HALVES": ONE.halves, "STAGES": ONE.num_stages}
+        constants |= {"HAS_BIAS": False, "ON_GPU": True}
+        signature = {"x": dtype, **quantised, "code": "*i32", "bias": dtype, "y": dtype}
+        signature |= dict.fromkeys(constants, "constexpr")
+        yield Specimen(one, signature, constants, ONE.num_warps, num_stages=1)
     constants = {"OUT": 4096, "SPLITS": 4, "HAS_BIAS": True, "BLOCK": _ADD}
     signature = {"sums": "*fp32", "bias": "*bf16", "y": "*bf16", "num_rows": "i32"}
     yield Specimen(_add_splits, signature | dict.fromkeys(constants, "constexpr"), constants, num_warps=4, num_stages=1)

@@ -32,18 +32,11 @@ def level(nibble):
 
 
 @triton.jit
-def shuffle_levels(packed):
-    """Float32 levels of the high and the low nibbles; lanes l and l + 16 hold level l, so bits above a nibble don't
-    matter."""
-    lane = tl.inline_asm_elementwise("mov.u32 $0, %laneid;", "=r", [], dtype=tl.int32, is_pure=True, pack=1)
-    return tl.inline_asm_elementwise(
-        _SHUFFLE, _SHUFFLE_REGISTERS, [packed, level(lane & 15)], dtype=(tl.float32, tl.float32), is_pure=True, pack=4
-    )
-
-
-@triton.jit
 def word_levels(word, SHUFFLE: tl.constexpr):
-    """Float32 levels of the eight codes of 32-bit words, in the order of their weights."""
+    """Float32 levels of the eight codes of 32-bit words, in the order of their weights.
+
+    Lanes l and l + 16 hold level l, so bits above a code don't matter.
+    """
     if SHUFFLE:
         lane = tl.inline_asm_elementwise("mov.u32 $0, %laneid;", "=r", [], dtype=tl.int32, is_pure=True, pack=1)
         levels = tl.inline_asm_elementwise(
@@ -105,14 +98,6 @@ def permute_levels(packed, dtype: tl.constexpr):
     return levels
 
 
-def _shuffle_asm() -> str:
-    lines = [".reg .b32 lane;"]
-    for byte in range(4):
-        for result, shift in ((4 + byte, 8 * byte), (byte, 8 * byte + 4)):
-            lines += [f"shr.u32 lane, $8, {shift};", f"shfl.sync.idx.b32 ${result}, $9, lane, 31, 0xffffffff;"]
-    return "{ " + " ".join(lines) + " }"
-
-
 def _word_asm() -> str:
     lines = [".reg .b32 lane;"]
     for weight in range(8):
@@ -165,8 +150,6 @@ def _permute_asm(dtype: torch.dtype) -> str:
     return "{ " + " ".join(lines) + " }"
 
 
-_SHUFFLE = tl.constexpr(_shuffle_asm())
-_SHUFFLE_REGISTERS = tl.constexpr(",".join(["=&f"] * 8 + ["r"] + ["f"] * 4))
 _WORD = tl.constexpr(_word_asm())
 _WORD_REGISTERS = tl.constexpr(",".join(["=&f"] * 8 + ["r", "f"]))
 _PERMUTE_REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,r")

@@ -1,4 +1,4 @@
-"""A product of NF4 weights with one to four rows of x, without tensor cores: decoding is all that it does.
+"""A product of NF4 weights with a single row of x, without tensor cores: decoding is all that it does.
 
 A thread takes 16 bytes of codes, half a block, of each of several output features, all loads before the first use. The
 32 inputs that belong to them stay in its registers as float32 for all of those features.
@@ -11,8 +11,8 @@ import triton.language as tl
 from peftkit_kernels.triton.nf4_decode import scale, word_levels
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def few(
+@triton.jit
+def one(
     x,
     code,
     absmax,
@@ -21,26 +21,22 @@ def few(
     absmax_offset,
     bias,
     y,
-    num_rows,
-    x_stride,
     OUT: tl.constexpr,
     IN: tl.constexpr,
-    ROWS: tl.constexpr,
     OUTS: tl.constexpr,
     HALVES: tl.constexpr,
     STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
-    """OUTS outputs of up to four rows; HALVES half blocks of 32 inputs at a time, summed in a fixed order."""
+    """OUTS outputs; HALVES half blocks of 32 inputs at a time, summed in a fixed order."""
     halves: tl.constexpr = IN // 32
     out = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
     weight_row = tl.minimum(out, OUT - 1)  # a ragged tile reads the last row again: no masks
     row_code = code + weight_row.to(tl.int64)[:, None] * (IN // 8)
     pair = tl.arange(0, OUTS * HALVES)  # flat, so that threads lie along half blocks
     pair_row = tl.minimum(tl.program_id(0) * OUTS + pair // HALVES, OUT - 1)
-    sum0 = tl.zeros((OUTS, HALVES), tl.float32)
-    sum1, sum2, sum3 = sum0, sum0, sum0
+    total = tl.zeros((OUTS, HALVES), tl.float32)
     for start in tl.range(0, halves, HALVES, num_stages=STAGES):
         word = start * 4 + tl.arange(0, HALVES * 4)
         if halves % HALVES:
@@ -51,26 +47,11 @@ def few(
         block = pair_row * (IN // 64) + tl.minimum(start + pair % HALVES, halves - 1) // 2
         factor = tl.reshape(scale(absmax, absmax_code, absmax_scale, absmax_offset, block), (OUTS, HALVES))
         place = start + tl.arange(0, HALVES)
-        inside = place < halves
-        levels = word_levels(packed, ON_GPU)
-        sum0 += factor * _half_sums(levels, x, place, inside)
-        if ROWS > 1:
-            sum1 += factor * _half_sums(levels, x + tl.minimum(1, num_rows - 1) * x_stride, place, inside)
-        if ROWS > 2:
-            sum2 += factor * _half_sums(levels, x + tl.minimum(2, num_rows - 1) * x_stride, place, inside)
-            sum3 += factor * _half_sums(levels, x + tl.minimum(3, num_rows - 1) * x_stride, place, inside)
-    extra = tl.zeros((OUTS,), tl.float32)
+        total += factor * _half_sums(word_levels(packed, ON_GPU), x, place, place < halves)
+    value = tl.sum(total, axis=1)
     if HAS_BIAS:
-        extra = tl.load(bias + weight_row).to(tl.float32)
-    tl.store(y + out, (tl.sum(sum0, axis=1) + extra).to(y.dtype.element_ty), mask=out < OUT)
-    if ROWS > 1:
-        if num_rows > 1:
-            tl.store(y + OUT + out, (tl.sum(sum1, axis=1) + extra).to(y.dtype.element_ty), mask=out < OUT)
-    if ROWS > 2:
-        if num_rows > 2:
-            tl.store(y + 2 * OUT + out, (tl.sum(sum2, axis=1) + extra).to(y.dtype.element_ty), mask=out < OUT)
-        if num_rows > 3:
-            tl.store(y + 3 * OUT + out, (tl.sum(sum3, axis=1) + extra).to(y.dtype.element_ty), mask=out < OUT)
+        value += tl.load(bias + weight_row).to(tl.float32)
+    tl.store(y + out, value.to(y.dtype.element_ty), mask=out < OUT)
 
 
 @triton.jit
