@@ -73,6 +73,65 @@ def kernels(
         raise typer.Exit(1)
 
 
+@app.command()
+def serve(
+    shape: str = typer.Option("8b", "--shape", help="8b, 1b or toy: sizes of a Llama with random weights."),
+    quant: str = typer.Option("none", "--quant", help="none or nf4."),
+    adapters: str = typer.Option("0,1,8,32,128", "--adapters", help="Numbers of LoRAs of rank 16, with commas."),
+    batches: str = typer.Option("1,8,64,256", "--batches", help="Sequences of the decode cases, with commas."),
+    requests: int = typer.Option(512, "--requests", help="Of a throughput case.", min=1),
+    max_tokens: int = typer.Option(128, "--max-tokens", help="That each of them generates.", min=1),
+    device: str = typer.Option("auto", "--device", help="auto, cuda or cpu."),
+    num_pages: int | None = typer.Option(None, "--num-pages", help="KV memory in pages of 16 tokens.", min=1),
+    peer: Path | None = typer.Option(None, "--peer", help="vLLM's program, which is run afterwards.", metavar="FILE"),
+    out: Path | None = typer.Option(None, "--out", help="A file that each line is also written to.", metavar="FILE"),
+    quick: bool = typer.Option(False, "--quick", help="Base only, 8 and 64 adapters; 256 requests; once each."),
+) -> None:
+    """Measure the engine's throughput (S1) and decode latency (S2) with many adapters, beside vLLM."""
+    from peftkit_bench import serve as bench
+
+    if shape not in bench.SHAPES:
+        raise InputError(f"--shape {shape}: it must be one of {', '.join(bench.SHAPES)}", field="shape")
+    if quant not in ("none", "nf4"):
+        raise InputError(f"--quant {quant}: it must be none or nf4", field="quant")
+    settings = bench.Settings(
+        shape=shape,
+        quant=quant,
+        requests=min(requests, 256) if quick else requests,
+        max_tokens=max_tokens,
+        adapters=(0, 8, 64) if quick else _counts("--adapters", adapters, least=0),
+        batches=_counts("--batches", batches, least=1),
+        repeats=1 if quick else 3,
+        device=device,
+        num_pages=num_pages,
+    )
+    shared, lines, peers = bench.facts(settings), list[dict[str, Any]](), list[dict[str, Any]]()
+    for line in bench.measure(settings):
+        lines.append(line)
+        _write_line({**line, **shared}, out)
+    for line in () if peer is None else bench.peer_lines(peer, settings):
+        peers.append(line)
+        _write_line(line, out)
+    output.emit(
+        {**shared, "cases": lines, "peers": peers}, lambda: output.table(bench.HEADERS, bench.rows(lines, peers))
+    )
+
+
+def _counts(option: str, text: str, *, least: int) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) >= least for part in parts):
+        raise InputError(f"{option} {text}: numbers from {least} on are wanted, with commas between", field=option[2:])
+    return tuple(int(part) for part in parts)
+
+
+def _write_line(line: dict[str, Any], out: Path | None) -> None:
+    text = json.dumps(line, ensure_ascii=False) + "\n"
+    output.stream(text)
+    if out is not None:
+        with out.open("a", encoding="utf-8") as file:
+            file.write(text)
+
+
 def _tuned(cases: Any, seed: int, limit: int) -> Any:
     from peftkit_bench.kernels.tune import tune
 

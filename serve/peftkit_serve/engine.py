@@ -23,6 +23,7 @@ from peftkit_serve.adapters.store import AdapterStore
 from peftkit_serve.detokenizer import Detokenizer
 from peftkit_serve.grammar import Grammars
 from peftkit_serve.models.spec import ModelSpec
+from peftkit_serve.models.weights import OpenSource
 from peftkit_serve.pages import PageAllocator
 from peftkit_serve.plan import StepPlan, StepResult
 from peftkit_serve.request import FinishReason, Request, RequestOutput, TokenLogprobs
@@ -86,6 +87,7 @@ class Engine:
         deterministic: bool = False,
         graphs: bool | None = None,
         policy: Policy | None = None,
+        source: OpenSource | None = None,
     ) -> None:
         """
         base: what `resolve_base` takes, or what it returned.
@@ -97,8 +99,8 @@ class Engine:
             and both embeddings, whole, of one.
         deterministic: a request's tokens don't depend on what else is in its batch, at some cost in speed.
         graphs: steps of generated tokens alone run as CUDA graphs; None does so on a GPU.
-
         policy: whose turn it is among waiting requests; None for the order of arrival.
+        source: the base's tensors, where they don't come from its folder.
 
         Raises BaseModelError for a base that can't be served, InputError for a bad number, RunError when the device
         has too little memory.
@@ -117,6 +119,7 @@ class Engine:
             adapter_bytes=adapter_bytes,
             deterministic=deterministic,
             graphs=graphs,
+            source=source,
         )
         self.spec: ModelSpec = self._runner.spec
         self._pages = PageAllocator(self._runner.num_pages)

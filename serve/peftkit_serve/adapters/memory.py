@@ -177,7 +177,8 @@ class AdapterMemory:
             for index, layer in enumerate(packed.layers):
                 if layer.num_units:
                     start = self._place(layer.num_units)
-                    self._weights_at(start, layer.weights.numel()).copy_(layer.weights)
+                    # out of pinned memory the copy is only queued, before the next step's launches
+                    self._weights_at(start, layer.weights.numel()).copy_(layer.weights, non_blocking=True)
                     bisect.insort(self._extents, (start, layer.num_units, slot, index))
             self._resident[slot] = packed
             self._write_tables(slot)

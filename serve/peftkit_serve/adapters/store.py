@@ -9,6 +9,7 @@ steps. Everything else may be called from any thread.
 
 import re
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -95,8 +96,17 @@ class AdapterStore:
             self.cancel(ticket)
             raise
 
+    def add_loaded(self, name: str, loaded: LoadedAdapter) -> AdapterEntry:
+        """Registers an adapter that is in host memory already. Raises as `add` does for the name."""
+        future: Future[LoadedAdapter] = Future()
+        future.set_result(loaded)
+        return self.register(self._reserve(name, Path(name), lambda: future))
+
     def begin(self, name: str, path: str | Path) -> Ticket:
         """Reserves a name and starts to load; `register` or `cancel` must follow."""
+        return self._reserve(name, Path(path), lambda: self._loader.submit(path))
+
+    def _reserve(self, name: str, path: Path, load: Callable[[], Future[LoadedAdapter]]) -> Ticket:
         if not _NAME.fullmatch(name):
             raise InputError(
                 f"{name[:140]!r} can't be an adapter's name: use 1 to 128 letters, digits, '.', '_' and '-', "
@@ -106,7 +116,7 @@ class AdapterStore:
         with self._lock:
             if name in self._tickets:
                 raise NameTaken(f"an adapter named '{name}' exists already: remove it first", field="name")
-            ticket = self._tickets[name] = Ticket(name, Path(path), self._loader.submit(path))
+            ticket = self._tickets[name] = Ticket(name, path, load())
         return ticket
 
     def register(self, ticket: Ticket) -> AdapterEntry:

@@ -1,0 +1,203 @@
+"""The engine's throughput (S1) and decode latency (S2) over a random base, beside vLLM's of the same session."""
+
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peftkit.base import BaseInfo, Quant
+from peftkit_bench.serve_inputs import SHAPES, random_adapters, random_tensors, workload, write_base
+from peftkit_bench.timing import card
+from peftkit_serve import Engine, Request, SamplingParams
+
+HEADERS = ("case", "adapters", "rows", "figure", "ours", "vLLM", "floor")
+_READ_BYTES_PER_S = 4.64e12  # a read-only stream on one H200
+_MAX_POSITIONS = 8192
+_RANK = 16
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run measures."""
+
+    shape: str = "8b"
+    quant: Quant = "none"
+    requests: int = 512
+    max_tokens: int = 128
+    adapters: Sequence[int] = (0, 1, 8, 32, 128)
+    batches: Sequence[int] = (1, 8, 64, 256)
+    repeats: int = 3
+    max_requests: int = 256
+    max_tokens_per_step: int = 2048
+    device: str = "auto"
+    deterministic: bool = False
+    num_pages: int | None = None
+
+
+class Bench:
+    """One engine with all adapters of a run in host memory."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        begun = time.perf_counter()
+        most = max(settings.adapters)
+        with tempfile.TemporaryDirectory() as folder:
+            base = BaseInfo(settings.shape, write_base(Path(folder), SHAPES[settings.shape], _MAX_POSITIONS))
+            self.engine = Engine(
+                base,
+                quant=settings.quant,
+                device=settings.device,
+                max_tokens_per_step=settings.max_tokens_per_step,
+                max_requests=settings.max_requests,
+                max_adapters=max(1, most),
+                num_pages=settings.num_pages,
+                adapter_bytes=self._adapter_bytes(max(1, most)),
+                deterministic=settings.deterministic,
+                source=random_tensors,
+            )
+        made = time.perf_counter()
+        weights = self.engine._runner.memory.weights
+        spec, where = self.engine.spec, weights.device.type
+        for number, adapter in enumerate(random_adapters(spec, most, _RANK, weights.dtype, where)):
+            self.engine.adapters.add_loaded(f"a{number}", adapter)
+        self._adapter_size = self.engine.adapters.get("a0").nbytes if most else 0
+        self.start: Line = {
+            "case": "start",
+            "engine_s": round(made - begun, 2),
+            "adapters_s": round(time.perf_counter() - made, 2),
+            **{name: value for name, value in self.engine.stats().items() if name.endswith(("_bytes", "_total"))},
+        }
+
+    def throughput(self, adapters: int, dist: str) -> Line:
+        """S1: all requests at once; every adapter and every batch size has been met before."""
+        settings = self.settings
+        self._warm(adapters)
+        work = workload(settings.requests, adapters, dist, self.engine.spec.vocab_size)
+        seconds, steps = self._run(work, settings.max_tokens)
+        num_prompt, num_out = sum(len(prompt) for prompt, _ in work), settings.max_tokens * len(work)
+        return {
+            "case": "throughput",
+            "adapters": adapters,
+            "dist": dist if adapters else "none",
+            "requests": len(work),
+            "prompt_tokens": num_prompt,
+            "output_tokens": num_out,
+            "seconds": round(seconds, 3),
+            "steps": steps,
+            "out_tok_s": round(num_out / seconds, 1),
+            "total_tok_s": round((num_prompt + num_out) / seconds, 1),
+        }
+
+    def decode(self, adapters: int, batch: int, context: int = 128, steps: int = 64) -> Line:
+        """S2: what so many more steps cost, with the same prompts; the median of each."""
+        vocab = self.engine.spec.vocab_size
+        work = [([12 + row % (vocab - 12)] * context, row % adapters if adapters else None) for row in range(batch)]
+        self._run(work, steps + 1)
+        repeats = range(self.settings.repeats)
+        one, many = (statistics.median(self._run(work, count)[0] for _ in repeats) for count in (1, steps + 1))
+        step_s = (many - one) / steps
+        floor_s = self._step_bytes(batch, min(batch, adapters), context + steps // 2) / _READ_BYTES_PER_S
+        return {
+            "case": "decode",
+            "adapters": adapters,
+            "batch": batch,
+            "distinct": min(batch, adapters),
+            "context": context,
+            "step_ms": round(1e3 * step_s, 3),
+            "tok_s": round(batch / step_s, 1),
+            "prefill_ms": round(1e3 * one, 2),
+            "floor_ms": round(1e3 * floor_s, 3),
+            "of_floor": round(floor_s / step_s, 3),
+        }
+
+    def _run(self, work: Sequence[tuple[list[int], int | None]], max_tokens: int) -> tuple[float, int]:
+        """Seconds and steps until all have so many tokens."""
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        requests = [
+            Request(prompt=prompt, adapter=None if n is None else f"a{n}", request_id=str(row), sampling=params)
+            for row, (prompt, n) in enumerate(work)
+        ]
+        before, begun = self.engine.stats()["steps"], time.perf_counter()
+        outputs = list(self.engine.generate(requests))
+        seconds = time.perf_counter() - begun
+        assert all(len(output.token_ids) == max_tokens for output in outputs) and len(outputs) == len(work)
+        return seconds, self.engine.stats()["steps"] - before
+
+    def _warm(self, adapters: int) -> None:
+        self._run([([11] * 16, n) for n in range(adapters)] or [([11] * 16, None)], 2)
+
+    def _adapter_bytes(self, count: int) -> int:
+        shape = SHAPES[self.settings.shape]
+        wide = shape.num_attention_heads * shape.head_dim + 2 * shape.num_key_value_heads * shape.head_dim
+        sides = 2 * wide + 3 * (shape.hidden_size + shape.intermediate_size) + 4 * shape.hidden_size
+        return count * shape.num_hidden_layers * (_RANK * sides * 4 + (64 << 10))
+
+    def _step_bytes(self, batch: int, distinct: int, context: int) -> int:
+        """Weights but for the input embedding, keys and values, and each adapter once."""
+        runner, spec = self.engine._runner, self.engine.spec
+        dtype = runner.memory.weights.dtype
+        kv = batch * context * spec.kv_bytes_per_token(dtype)
+        embedding = spec.vocab_size * spec.hidden_size * dtype.itemsize
+        return runner.weight_bytes - embedding + kv + distinct * self._adapter_size
+
+
+def measure(settings: Settings) -> Iterator[Line]:
+    """The run's lines, as they are measured."""
+    bench = Bench(settings)
+    yield bench.start
+    for adapters in settings.adapters:
+        for batch in settings.batches:
+            yield bench.decode(adapters, batch)
+        for dist in ("uniform", "zipf") if adapters > 32 else ("uniform",):
+            yield bench.throughput(adapters, dist)
+
+
+def peer_lines(program: Path, settings: Settings) -> Iterator[Line]:
+    """The lines of vLLM's program over the same requests, in a process of its own."""
+    engines = ",".join("base" if count == 0 else str(count) for count in settings.adapters)
+    argv = [sys.executable, str(program), "--engines", engines, "--shape", settings.shape]
+    argv += ["--requests", str(settings.requests), "--out-len", str(settings.max_tokens)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    yield from (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+
+
+def facts(settings: Settings) -> Line:
+    """What all lines of a run share."""
+    hardware: Line = card() if torch.cuda.is_available() else {"cpu": platform.processor() or platform.machine()}
+    versions = {name: version(name) for name in ("peftkit", "torch", "transformers")}
+    return {"hardware": hardware, "versions": versions, "shape": settings.shape, "quant": settings.quant, "seed": 0}
+
+
+def rows(lines: Sequence[Mapping[str, Any]], peers: Sequence[Mapping[str, Any]]) -> list[list[object]]:
+    """The table: our figure, the peer's of the same case, the floor."""
+    figure = {"throughput": "out_tok_s", "decode": "step_ms"}
+
+    def key(line: Mapping[str, Any]) -> tuple[object, ...]:
+        return line["case"], line.get("adapters"), line.get("batch"), line.get("dist")
+
+    theirs = {key(line): line for line in peers if line.get("case") in figure}
+    return [
+        [
+            f"{line['case']} {line.get('dist', '')}".strip(),
+            line["adapters"],
+            line.get("batch", line.get("requests")),
+            figure[line["case"]],
+            line[figure[line["case"]]],
+            theirs.get(key(line), {}).get(figure[line["case"]], ""),
+            line.get("floor_ms", ""),
+        ]
+        for line in lines
+        if line["case"] in figure
+    ]
