@@ -14,6 +14,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from peftkit_kernels.triton.segmented import kind_of
+
 NAN = float("nan")
 BOUNDS = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 EXACT: tuple[Callable[[Tensor], Tensor], ...] = (
@@ -222,9 +224,19 @@ def test_lengths_compile_nothing_new(seed: int, compiled: ModuleType) -> None:
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
     adapters = [(8, (0, 1, 1)), (16, (1, 0, 0))]
-    make_case([(0, 3), (1, 2)], adapters, 512, dtype=torch.bfloat16, device="cuda").run(compiled)
+    warm, lengths = (
+        [[(0, 3), (1, 2)], [(0, 1), (1, 1)], [(1, 1)] * 6],
+        [[(0, 1)], [(1, 8)], [(0, 2)] * 4, [(1, 1)] * 16],
+    )
+    kinds = [
+        {kind_of("bottleneck", sum(rows for _, rows in counts), len(counts)) for counts in cases}
+        for cases in (warm, lengths)
+    ]
+    assert kinds[0] == kinds[1]
+    for counts in warm:
+        make_case(counts, adapters, 512, dtype=torch.bfloat16, device="cuda").run(compiled)
     before = count()
     assert before
-    for counts in ([(0, 1)], [(0, 1), (1, 1)], [(1, 8)], [(0, 2)] * 4, [(0, 4), (1, 4)]):
+    for counts in lengths:
         make_case(counts, adapters, 512, dtype=torch.bfloat16, device="cuda").run(compiled)
     assert count() == before

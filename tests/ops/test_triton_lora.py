@@ -6,12 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import ModuleType
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+
+from peftkit_kernels.triton.segmented import Operation, kind_of
 
 NAN = float("nan")
 BOUNDS = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
@@ -176,9 +179,18 @@ def test_a_share_of_several_steps(seed: int, interpreted: ModuleType) -> None:
 def test_no_more_rows_than_segments(seed: int, interpreted: ModuleType, aligned: bool) -> None:
     ranks = [[1, 0, 40, 8], [16, 0, 5, 0], [0, 3, 20, 1]]
     lone, each = [(2, 1), (0, 1)], [(0, 1), (1, 0), (1, 3), (2, 1), (3, 0), (3, 2), (0, 0)]
-    assert [interpreted.CONFIGS[kind, 90].expand_rows for kind in ("one", "each")] == [1, 1]
-    for counts in (lone, each):
-        check(make_case(counts, ranks, 64, (48, 16, 24), aligned=aligned), interpreted)
+    for counts, kind in ((lone, "one"), (each, "each")):
+        cuts = interpreted.CONFIGS[kind, 90]
+        assert cuts.shrink_rows == cuts.expand_rows == 1
+        with interpreted.override(cuts):
+            check(make_case(counts, ranks, 64, (48, 16, 24), aligned=aligned), interpreted)
+
+
+def test_single_rows_go_to_the_cuts_that_were_quickest() -> None:
+    assert [kind_of("lora", 1, 1), kind_of("bottleneck", 1, 1)] == ["group", "one"]
+    assert {kind_of(operation, 64, 64) for operation in get_args(Operation)} == {"each"}
+    assert {kind_of(operation, 257, 512) for operation in get_args(Operation)} == {"some"}
+    assert {kind_of(operation, 1, 1, deterministic=True) for operation in get_args(Operation)} == {"steady"}
 
 
 def test_padded_tails_and_tables_without_rows_change_nothing(seed: int, interpreted: ModuleType) -> None:
@@ -245,9 +257,18 @@ def test_lengths_compile_nothing_new(seed: int, compiled: ModuleType) -> None:
             len(cache[0]) for kernel in (compiled._shrink, compiled._expand) for cache in kernel.device_caches.values()
         )
 
-    make_case([(0, 3), (1, 2)], [[8, 16]], 512, (512,), dtype=torch.bfloat16, device="cuda").run(compiled)
+    warm, lengths = (
+        [[(0, 3), (1, 2)], [(0, 1), (1, 1)], [(1, 1)] * 6],
+        [[(0, 1)], [(1, 8)], [(0, 2)] * 4, [(1, 1)] * 16],
+    )
+    kinds = [
+        {kind_of("lora", sum(rows for _, rows in counts), len(counts)) for counts in cases} for cases in (warm, lengths)
+    ]
+    assert kinds[0] == kinds[1]
+    for counts in warm:
+        make_case(counts, [[8, 16]], 512, (512,), dtype=torch.bfloat16, device="cuda").run(compiled)
     before = count()
     assert before
-    for counts in ([(0, 1)], [(0, 1), (1, 1)], [(1, 8)], [(0, 2)] * 4, [(0, 4), (1, 4)]):
+    for counts in lengths:
         make_case(counts, [[8, 1]], 512, (512,), dtype=torch.bfloat16, device="cuda").run(compiled)
     assert count() == before

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -95,17 +96,18 @@ def _goal(floor: Floor, *beats: str) -> Goal:
     return Goal(f"{factor:g}× floor{ahead}", factor * floor.us, beats)
 
 
-def _kind(rows: int, adapters: int) -> str:
+def _kind(operation: Literal["lora", "bottleneck"], rows: int, adapters: int) -> str:
     from peftkit_kernels.triton.segmented import kind_of
 
-    return kind_of(num_rows=rows, num_segments=adapters, deterministic=False)
+    return kind_of(operation, num_rows=rows, num_segments=adapters)
 
 
 def _lora(model: str, linear: str, shape: Shape, rank: int | str) -> Case:
     sizes = {"model": model, "linear": linear, "rows": shape.rows, "adapters": shape.adapters, "rank": rank}
     quick = model == "8B" and linear in ("qkv", "gate_up") and (shape.rows, shape.adapters, rank) in _QUICK
     goal, prepare = _goal(shape.floor, "vllm"), partial(_prepare_lora, shape)
-    return Case("grouped_lora", sizes, shape.floor, goal, prepare, ("lora", _kind(shape.rows, shape.adapters)), quick)
+    tuned = ("lora", _kind("lora", shape.rows, shape.adapters))
+    return Case("grouped_lora", sizes, shape.floor, goal, prepare, tuned, quick)
 
 
 def _prepare_lora(shape: Shape) -> Work:
@@ -190,7 +192,8 @@ def _bottleneck(hidden: int, width: int, rows: int, adapters: int) -> Case:
     sizes = {"hidden": hidden, "width": width, "rows": rows, "adapters": adapters}
     prepare = partial(_prepare_bottleneck, hidden, width, rows, adapters)
     quick = (hidden, width) == (4096, 64) and adapters in (1, 64)
-    return Case("grouped_bottleneck", sizes, floor, _goal(floor), prepare, ("bottleneck", _kind(rows, adapters)), quick)
+    tuned = ("bottleneck", _kind("bottleneck", rows, adapters))
+    return Case("grouped_bottleneck", sizes, floor, _goal(floor), prepare, tuned, quick)
 
 
 def _prepare_bottleneck(hidden: int, width: int, rows: int, adapters: int) -> Work:

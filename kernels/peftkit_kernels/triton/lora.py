@@ -58,7 +58,7 @@ def grouped_lora(
     assert y_TO.stride(1) == 1 and x_TI.stride(1) == 1, "rows of x and y are contiguous"
     tables = (offset_a_PS, offset_b_PS, rank_PS, scale_PS, offset_c_PS)
     assert all(table.is_contiguous() for table in tables), "tables are contiguous"
-    cuts = _config(num_rows, num_segments, deterministic, y_TO.device)
+    cuts = _config("lora", num_rows, num_segments, deterministic, y_TO.device)
     num_projections, features = len(out_features), x_TI.shape[1]
     _, shares = cuts.steps(features)
     inner = torch.empty((shares, num_rows, num_projections, MAX_RANK), dtype=torch.float32, device=y_TO.device)

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 Kind = Literal["one", "each", "group", "few", "crowd", "some", "many", "steady"]
+Operation = Literal["lora", "bottleneck"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +112,16 @@ def tiles_of(num_rows: int, num_segments: int, rows: int) -> int:
     return num_rows if rows == 1 else num_rows // rows + num_segments
 
 
-def kind_of(num_rows: int, num_segments: int, deterministic: bool) -> Kind:
+def kind_of(operation: Operation, num_rows: int, num_segments: int, deterministic: bool = False) -> Kind:
     """The kind of a call, from shapes alone: a replayed graph has the cuts it was captured with."""
     if deterministic:
         return "steady"
     if num_rows > 256:
         return "some" if num_rows <= 1024 else "many"
-    if num_rows <= num_segments:
-        return "one" if num_rows <= 4 else "each"
+    if num_rows <= num_segments and num_rows > 4:
+        return "each"
+    if num_rows <= num_segments and operation == "bottleneck":  # a LoRA is quicker with tensor cores, as measured
+        return "one"
     num_tiles = min(num_rows, num_rows // 16 + num_segments)
     return "group" if num_tiles <= 4 else "few" if num_tiles <= 24 else "crowd"
 
@@ -128,12 +131,12 @@ def cuts_of(kind: Kind, capability: int) -> Config:
     return CONFIGS[kind, max((known for _, known in CONFIGS if known <= capability), default=80)]
 
 
-def config(num_rows: int, num_segments: int, deterministic: bool, device: torch.device) -> Config:
+def config(operation: Operation, num_rows: int, num_segments: int, deterministic: bool, device: torch.device) -> Config:
     """The cuts for a call."""
     override = _OVERRIDE.get()
     if override is not None and not deterministic:
         return override
-    return cuts_of(kind_of(num_rows, num_segments, deterministic), capability_of(device))
+    return cuts_of(kind_of(operation, num_rows, num_segments, deterministic), capability_of(device))
 
 
 def candidates(kind: Kind) -> Iterator[Config]:
