@@ -145,6 +145,7 @@ class Engine:
             base_linear=self._runner.base_linear,
             max_weight_bytes=memory.capacity_bytes,
             max_virtual_tokens=max(0, min(self.spec.max_position, self._scheduler.max_text_tokens(1)) - 2),
+            pinned=memory.weights.is_cuda,
         )
         self.adapters = AdapterStore(loader, self._pool)
         assert isinstance(self.tokenizer, PreTrainedTokenizerFast)

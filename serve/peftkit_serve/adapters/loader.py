@@ -10,7 +10,7 @@ several names is packed once.
 
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +75,16 @@ class AdapterLoader:
         base_linear: BaseLinear,
         max_weight_bytes: int,
         max_virtual_tokens: int,
+        pinned: bool = False,
     ) -> None:
         """
         dtype: that of adapter memory.
         base_linear: the base's weights, from which DoRA's scales are computed; called on the loader's thread.
         max_weight_bytes: size of adapter memory; weights that need more can never be resident and are refused.
         max_virtual_tokens: virtual tokens that leave room for a prompt and an answer; more are refused.
+        pinned: hold weights in pinned host memory, for a GPU.
         """
+        self._pinned = pinned
         self._base = base
         self._spec = spec
         self._dtype = dtype
@@ -117,6 +120,8 @@ class AdapterLoader:
         configs = tuple(part.config for part in artifact.parts)
         loaded = LoadedAdapter(artifact.uid, configs, artifact.record, **made)
         self._check_size(artifact.path, loaded)
+        if self._pinned and loaded.weights is not None:
+            return replace(loaded, weights=loaded.weights.pinned())
         return loaded
 
     def _pack_part(self, part: Part) -> tuple[str, PackedAdapter | Tensor]:

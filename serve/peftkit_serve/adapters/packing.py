@@ -11,7 +11,7 @@ count as one more layer, behind the others.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -110,6 +110,11 @@ class PackedAdapter:
     def nbytes(self) -> int:
         """Bytes that it takes in `AdapterMemory`."""
         return UNIT_BYTES * sum(layer.num_units for layer in self.layers)
+
+    def pinned(self) -> "PackedAdapter":
+        """The same in pinned memory, from which a GPU copies while the host goes on."""
+        layers = (replace(layer, weights=layer.weights.pin_memory()) for layer in self.layers)
+        return PackedAdapter(tuple(layers))
 
     @property
     def has_bottlenecks(self) -> bool:
