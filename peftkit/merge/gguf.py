@@ -2,10 +2,12 @@
 
 llama.cpp calls the layers by other names, rotates neighbours where transformers rotates halves of a head (so in the
 Llama family the rows of q_proj and k_proj are permuted), and knows how a byte-level tokenizer splits text by a name.
-What it has no name for is refused.
+What it has no name for is refused. It attends to the whole text where a base looks back over a window: the two agree up
+to the window's length, which is therefore the context that the file declares.
 """
 
 import json
+import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,6 +26,8 @@ from peftkit.errors import UnsupportedError
 from peftkit.merge.delta import Update, lora_changes
 from peftkit.methods import AnyConfig, LoraConfig
 from peftkit.methods.lora import EMBEDDING, HEAD, is_tied
+
+logger = logging.getLogger(__name__)
 
 _ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
@@ -213,10 +217,15 @@ def _num_bytes(shape: tuple[int, ...], kind: "gguf.GGMLQuantizationType") -> int
 
 
 def _write_settings(writer: "gguf.GGUFWriter", config: PretrainedConfig) -> "np.ndarray[Any, Any] | None":
-    """The model's sizes. Returns the factors of its rotation's frequencies, where it has any."""
+    """The model's sizes. Returns the factors of its rotation's frequencies, where it has any.
+
+    Raises UnsupportedError for what llama.cpp would compute otherwise.
+    """
+    if config.hidden_act not in ("silu", "swish"):
+        raise UnsupportedError(f"hidden_act {config.hidden_act}: llama.cpp computes these models with silu alone")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_type(gguf.GGUFType.MODEL)
-    writer.add_context_length(config.max_position_embeddings)
+    writer.add_context_length(_context(config))
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
@@ -240,6 +249,19 @@ def _write_settings(writer: "gguf.GGUFWriter", config: PretrainedConfig) -> "np.
             return _llama3_factors(rope, head_dim)
         case other:
             raise UnsupportedError(f"rope_type {other}: this scaling of positions isn't written as GGUF here")
+
+
+def _context(config: PretrainedConfig) -> int:
+    """The longest text that llama.cpp, which has no sliding window for these models, computes as the base does."""
+    whole, window = config.max_position_embeddings, getattr(config, "sliding_window", None)
+    if not window or window >= whole:
+        return whole
+    logger.warning(
+        "GGUF can't hold the base's sliding window of %d tokens: on longer texts llama.cpp would compute another "
+        "model, so the file's context length is %d, not %d",
+        *(window, window, whole),
+    )
+    return window
 
 
 def _llama3_factors(rope: Mapping[str, Any], head_dim: int) -> "np.ndarray[Any, Any]":

@@ -65,6 +65,35 @@ def test_transformers_reads_a_merged_gguf_of_every_family(
         torch.testing.assert_close(parameter, names[name], rtol=0, atol=0.54 * step + 1e-6)
 
 
+def test_the_context_of_a_gguf_ends_where_the_bases_window_does(
+    seed: int, tiny_base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for window, context, said in ((32, 32, True), (4096, 256, False), (None, 256, False)):
+        base = other_base(tiny_base, tmp_path / f"base-{window}", "mistral", sliding_window=window)
+        adapter = save(base, tmp_path / f"adapter-{window}", LoraConfig(r=2))
+        caplog.clear()
+        merge_to_folder(adapter, tmp_path / f"out-{window}", base, format="gguf", verify=False)
+        field = gguf.GGUFReader(tmp_path / f"out-{window}" / "model-f16.gguf").get_field("llama.context_length")
+        assert field is not None and field.contents() == context
+        assert ("sliding window of 32 tokens" in caplog.text) == said
+
+
+def test_an_activation_that_llama_cpp_lacks_is_refused(seed: int, tiny_base: Path, tmp_path: Path) -> None:
+    base = other_base(tiny_base, tmp_path / "base", "llama", hidden_act="gelu")
+    adapter = save(base, tmp_path / "adapter", LoraConfig(r=2))
+    with pytest.raises(UnsupportedError, match="hidden_act gelu"):
+        merge_to_folder(adapter, tmp_path / "out", base, format="gguf", verify=False)
+    assert not (tmp_path / "out").exists()
+
+
+def other_base(like: Path, folder: Path, family: str, **settings: Any) -> Path:
+    """A random base of a family with the tiny base's sizes and tokenizer, and 256 positions."""
+    sizes = {key: getattr(LlamaConfig.from_pretrained(like), key) for key in _SIZES} | {"max_position_embeddings": 256}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **settings)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(like).save_pretrained(folder)
+    return folder
+
+
 _SIZES = (
     "vocab_size",
     "hidden_size",
