@@ -68,7 +68,7 @@ def compose(
 
     `rank` is that of the result: by default the largest of theirs for svd and the sum of theirs otherwise. `density` is
     the share of entries that ties and dare keep; `seed` fixes what dare drops. Adapters of weight 0 take no part, so
-    that weights (1, 0) give the first adapter itself.
+    that weights (1, 0) give the first adapter itself by every method, unless a rank or density is asked for.
 
     Raises UnsupportedError for DoRA, biases, whole modules and token rows, which have no exact sum, AdapterError or
     BaseMismatchError for adapters that don't fit together, InputError for settings that contradict each other.
@@ -78,7 +78,7 @@ def compose(
     used = [(adapter, weight) for adapter, weight in zip(adapters, given, strict=True) if _counts(weight)]
     if not used:
         raise InputError("weights: all are 0, which leaves nothing to write", field="weights")
-    if len(used) == 1 and used[0][1] == 1 and method in ("exact", "svd") and rank is None:
+    if len(used) == 1 and used[0][1] == 1 and rank is None and density is None:
         return Composition(used[0][0], 1.0)
     _check_bases([adapter for adapter, _ in used])
     by_adapter = [(factors_of(adapter), weight) for adapter, weight in used]
@@ -93,6 +93,8 @@ def compose(
         composed[path] = result
         kept, whole = kept + energy - lost, whole + energy
     config, tensors = _adapter(composed)
+    if broken := next((name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()), None):
+        raise InputError(f"weights: too large, {broken} comes out with values that aren't finite", field="weights")
     record = _record(used, method, density, seed)
     artifact = Artifact(Path("composed"), (Part(config, tensors),), uid_of(config, tensors), record)
     return Composition(artifact, kept / whole if whole > 0 else 1.0)
@@ -122,6 +124,8 @@ def _check_settings(
         raise InputError("no adapters are given", field="adapters")
     if len(weights) != num_adapters:
         raise InputError(f"weights: {len(weights)} for {num_adapters} adapters", field="weights")
+    if any(isinstance(weight, Sequence) and not weight for weight in weights):
+        raise InputError("weights: an adapter has an empty list: give a number for each layer", field="weights")
     numbers = [n for weight in weights for n in (weight if isinstance(weight, Sequence) else [weight])]
     if not torch.isfinite(torch.tensor(numbers)).all():
         raise InputError("weights: must be finite numbers", field="weights")
@@ -222,7 +226,7 @@ def _largest(change: Tensor, density: float, _: torch.Generator) -> Tensor:
     """The largest entries by magnitude, the others 0."""
     flat = change.flatten()
     kept = torch.zeros_like(flat)
-    places = flat.abs().topk(int(density * len(flat))).indices
+    places = flat.abs().topk(max(1, int(density * len(flat)))).indices
     kept[places] = flat[places]
     return kept.view_as(change)
 

@@ -16,7 +16,9 @@ _ROOM_MARGIN_BYTES = 64 << 20
 
 
 def check_target(path: Path) -> None:
-    """Raises InputError unless `path` can become a new folder: it doesn't exist, or is an empty one."""
+    """Raises InputError unless `path` can become a new folder: it doesn't exist, or is an empty one and no link."""
+    if path.is_symlink():
+        raise InputError(f"out: {path} is a symbolic link: name the folder that it points to", field="out")
     if path.is_dir():
         if any(path.iterdir()):
             raise InputError(f"out: {path} exists and isn't empty: choose another folder, or remove it", field="out")

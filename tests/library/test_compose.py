@@ -91,7 +91,7 @@ def test_exact_is_the_weighted_sum_whatever_ranks_and_scales(
     assert_same(changes(found.artifact), summed([(changes(a), 0.7), (changes(b), -1.3)]))
 
 
-@pytest.mark.parametrize("method", ["exact", "svd"])
+@pytest.mark.parametrize("method", ["exact", "svd", *DENSITY])
 @pytest.mark.parametrize("name", SUMS | OTHERS)
 def test_weights_one_and_zero_give_the_first_adapter(name: str, method: str, make_adapter: MakeAdapter) -> None:
     a, b = make_adapter((SUMS | OTHERS)[name], "a"), make_adapter(PLAIN, "b")
@@ -264,6 +264,7 @@ def test_a_merged_folder_of_a_composed_adapter_holds(
         ({"weights": [1.0]}, "weights: 1 for 2 adapters"),
         ({"weights": [0, 0]}, "all are 0"),
         ({"weights": [float("nan"), 1]}, "finite"),
+        ({"weights": [[], 1]}, "empty list"),
         ({"rank": 4}, "use method svd"),
         ({"method": "svd", "density": 0.5}, "density: svd keeps every entry"),
         ({"method": "ties", "density": 0.0}, "above 0"),
@@ -290,6 +291,21 @@ def test_adapters_of_different_bases_are_refused(make_adapter: MakeAdapter, tmp_
     save_file(b.tensors | wide, tmp_path / "other" / "adapter_model.safetensors")
     with pytest.raises(AdapterError, match=r"has the shapes .* the adapters are for different bases"):
         compose([a, read_adapter(tmp_path / "other")])
+
+
+def test_weights_too_large_for_the_result_are_refused(make_adapter: MakeAdapter) -> None:
+    a, b = make_adapter(PLAIN, "a"), make_adapter(RSLORA, "b")
+    for adapter in (a, b):
+        for tensor in adapter.tensors.values():
+            tensor.mul_(100)
+    with pytest.raises(InputError, match=r"lora_B\.weight comes out with values that aren't finite"):
+        compose([a, b], [3e38, 3e38])
+
+
+def test_ties_keeps_an_entry_at_any_density(make_adapter: MakeAdapter) -> None:
+    a, b = make_adapter(PLAIN, "a"), make_adapter(RSLORA, "b")
+    found = changes(compose([a, b], method="ties", density=1e-9).artifact)
+    assert all(change.count_nonzero() for change in found.values())
 
 
 def test_a_taken_target_is_refused_before_anything_is_read(make_adapter: MakeAdapter, tmp_path: Path) -> None:
