@@ -184,6 +184,8 @@ def _planned(
         )
     if mode == "original" != trained_into:
         logger.warning("%s was trained on NF4: merged into the original weights it is another model", artifact.path)
+    if mode != "original" and artifact.record.get("quant") == "none":
+        logger.warning("%s wasn't trained on NF4: merged into NF4 weights it is another model", artifact.path)
     name = dtype
     if dtype != "q8_0":
         by_default = torch.float16 if format == "gguf" else stored_dtype(info)

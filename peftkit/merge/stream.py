@@ -11,7 +11,7 @@ from torch import Tensor
 from peftkit.merge.delta import Change, merged_weight
 from peftkit.merge.weights import EMBEDDING_WEIGHT, HEAD_WEIGHT, BaseWeights, Nf4
 
-_LAYER = re.compile(r"\blayers\.\d+\b")
+_LAYER = re.compile(r"\blayers\.(\d+)\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,8 @@ class Kept:
 
     def by_layer(self) -> dict[str, float]:
         """Share by layer ("layers.3", "model.embed_tokens"); a layer whose change is nothing isn't there."""
-        return {layer: kept / whole for layer, (kept, whole) in self._sums.items() if whole > 0}
+        layers = sorted(self._sums, key=lambda layer: int(found[1]) if (found := _LAYER.search(layer)) else -1)
+        return {layer: kept / whole for layer in layers for kept, whole in [self._sums[layer]] if whole > 0}
 
     @property
     def share(self) -> float:

@@ -131,6 +131,15 @@ def test_original_is_merged_into_the_weights_as_stored(
     assert report.mode == "original" and "it is another model" in caplog.text
 
 
+def test_weights_of_nf4_are_another_model_for_an_adapter_trained_without(
+    tiny_base: Path, adapter: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    merge_to_folder(adapter, tmp_path / "original", tiny_base, verify=False)
+    assert "another model" not in caplog.text
+    merge_to_folder(adapter, tmp_path / "out", tiny_base, into="dequantized", verify=False)
+    assert "wasn't trained on NF4: merged into NF4 weights it is another model" in caplog.text
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_types_are_written_and_stay_within_their_limit(
     dtype: str, adapter: Path, tiny_base: Path, tmp_path: Path
@@ -160,13 +169,16 @@ def test_a_merge_that_computes_something_else_is_an_error_and_leaves_nothing(
 def test_a_target_that_is_taken_is_refused_and_untouched(adapter: Path, tiny_base: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     for write in (lambda out: merge_to_folder(adapter, out, tiny_base), lambda out: export_peft(adapter, out)):
         with pytest.raises(InputError, match="exists and isn't empty") as caught:
             write(tmp_path / "out")
         assert caught.value.field == "out"
         with pytest.raises(InputError, match="is a file"):
             write(tmp_path / "out" / "mine")
-    assert left_in(tmp_path / "out") == {"mine"} and left_in(tmp_path) == {"adapter", "out"}
+        with pytest.raises(InputError, match="is a symbolic link"):
+            write(tmp_path / "link")
+    assert left_in(tmp_path / "out") == {"mine"} and left_in(tmp_path) == {"adapter", "out", "link"}
 
 
 def test_an_empty_target_folder_is_filled(adapter: Path, tiny_base: Path, tmp_path: Path) -> None:

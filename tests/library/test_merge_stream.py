@@ -181,6 +181,13 @@ def test_the_share_kept_is_the_projection_on_the_change(seed: int) -> None:
     assert Kept().share == 1.0
 
 
+def test_the_layers_of_the_share_kept_come_by_number(seed: int) -> None:
+    kept = Kept()
+    for place in ("layers.10.a", "layers.9.a", "lm_head", "layers.0.a"):  # as a file's names are sorted
+        kept.add(f"model.{place}.weight", before := torch.randn(4, 4), after := before + 1, after)
+    assert list(kept.by_layer()) == ["model.lm_head", "layers.0", "layers.9", "layers.10"]
+
+
 def test_a_file_written_by_parts_is_read_by_safetensors(seed: int, tmp_path: Path) -> None:
     tensors = {
         "odd": torch.arange(7, dtype=torch.uint8),
