@@ -38,7 +38,7 @@ def export_peft(adapter: str | Path, out: str | Path, *, base_name: str | None =
     base_folder = Path(called) if called and Path(called).is_dir() else None
     with new_folder(out) as staging:
         safetensors.torch.save_file(artifact.tensors, staging / TENSOR_FILE, metadata={"format": "pt"})
-        (staging / CONFIG_FILE).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (staging / CONFIG_FILE).write_text(json.dumps(dict(sorted(fields.items())), indent=2) + "\n", encoding="utf-8")
         (staging / CARD_FILE).write_text(adapter_card(artifact, called, base_folder), encoding="utf-8")
         if read_adapter(staging).uid != artifact.uid:
             raise RunError(f"{out} doesn't read back as {artifact.path}: is the disk sound?")

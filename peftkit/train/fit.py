@@ -7,7 +7,14 @@ from typing import Any
 from peftkit.errors import InputError
 from peftkit.train.adapter_size import BYTES_PER_PARAMETER
 from peftkit.train.loss import chunk_rows
-from peftkit.train.memory import MemoryEstimate, available_memory, estimate_memory, num_trainable, weight_bytes
+from peftkit.train.memory import (
+    MemoryEstimate,
+    available_memory,
+    estimate_memory,
+    held_memory,
+    num_trainable,
+    weight_bytes,
+)
 from peftkit.train.prepare import Prepared, checkpoint_activations
 
 _NF4_SHARE = 0.52
@@ -27,7 +34,7 @@ def estimate(prepared: Prepared) -> MemoryEstimate:
 def check_fits(prepared: Prepared) -> None:
     """Raises InputError for a run that needs more than there is; one that is far from it isn't rehearsed."""
     available = available_memory(prepared.model.device)
-    if 2 * _at_most(prepared) > available:
+    if 2 * _at_most(prepared) > available - held_memory(prepared.model.device):
         reason = why_not(prepared, estimate(prepared), available)
         if reason is not None:
             raise InputError(reason, field="train")

@@ -15,6 +15,7 @@ import ctypes
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
@@ -96,9 +97,12 @@ def available_memory(device: torch.device) -> int:
 
 def free_memory(device: torch.device) -> int:
     """Bytes that this process may take on a device beside what it holds."""
-    if device.type == "cuda":
-        return available_memory(device) - torch.cuda.memory_allocated(device)
-    return available_memory(device) - _resident_bytes()
+    return available_memory(device) - held_memory(device)
+
+
+def held_memory(device: torch.device) -> int:
+    """Bytes that this process holds on a device."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else _resident_bytes()
 
 
 def _resident_bytes() -> int:
@@ -116,6 +120,9 @@ def peak_memory(device: torch.device) -> int:
     """Most bytes in use so far: allocated on the GPU, or resident of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "linux":  # getrusage counts what the process was before it became this program
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        return 1024 * int(status.partition("VmHWM:")[2].split()[0])
     import resource  # not on Windows, where only a GPU's peak is known
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
