@@ -39,7 +39,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path, name: str, pickled: str) -> dict[str, Tensor]:
-    """The float32, float16 and bfloat16 tensors of the safetensors file `name`, on the CPU.
+    """The floating-point tensors, of 16 to 64 bits, of the safetensors file `name`, on the CPU.
 
     Raises AdapterError when it is missing or damaged, or when only its counterpart `pickled` is there: the message has
     the command that converts it.
@@ -59,5 +59,6 @@ def read_tensors(folder: Path, name: str, pickled: str) -> dict[str, Tensor]:
         raise AdapterError(f"{path} holds no tensors")
     for key, tensor in tensors.items():
         if tensor.dtype not in _FLOATS:
-            raise AdapterError(f"{path}: {key} is {tensor.dtype}, adapters hold float32, float16 or bfloat16 tensors")
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _FLOATS)
+            raise AdapterError(f"{path}: {key} is {tensor.dtype}, where one of {known} is wanted")
     return tensors

@@ -8,14 +8,10 @@ from torch import Tensor
 from peftkit.errors import AdapterError
 from peftkit.methods import LoraConfig
 from peftkit.methods.lora import EMBEDDING, PREFIX
+from peftkit.methods.lora_layers import LoraEmbedding, LoraLinear, TokenRows
 
-_SIDES = {
-    "lora_A.weight": "A",
-    "lora_B.weight": "B",
-    "lora_embedding_A": "A",
-    "lora_embedding_B": "B",
-}
-_ROWS = ".token_adapter.trainable_tokens_delta"
+_SIDES = {name: side for kind in (LoraLinear, LoraEmbedding) for name, side in ((kind.NAME_A, "A"), (kind.NAME_B, "B"))}
+_ROWS = f".{TokenRows.KEY}"
 
 
 def own_shapes(tensors: Mapping[str, Tensor], config: LoraConfig, where: str) -> dict[str, tuple[int, ...]]:

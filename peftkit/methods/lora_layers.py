@@ -5,6 +5,7 @@ I inputs, O outputs, R rank, V vocabulary, H hidden, N token rows.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -19,7 +20,7 @@ SMALLEST_NORM = 1e-18
 """What a row of zeros is taken to have, as that of a padding token: DoRA divides by it."""
 
 
-class Adapted(nn.Module):
+class Adapted(nn.Module, ABC):
     """A module in the place of `base_layer`."""
 
     def __init__(self, base_layer: nn.Module) -> None:
@@ -39,9 +40,9 @@ class Adapted(nn.Module):
         assert isinstance(weight, Tensor)
         return weight
 
+    @abstractmethod
     def trained(self) -> dict[str, nn.Parameter]:
         """The trained parameters by the ends of their PEFT keys."""
-        raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of the adapter folder by the ends of their keys."""
@@ -77,16 +78,17 @@ class LoraLayer(Adapted):
             self.register_buffer("square_O", self.dense().float().square().sum(1), persistent=False)
             self.lora_magnitude_vector = nn.Parameter(self.square_O.sqrt())
 
+    @abstractmethod
     def dense(self) -> Tensor:
         """W (O, I) as the layer multiplies by it: an NF4 weight dequantised."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _start(self, site: LoraSite, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
+        """The first A (R, I) and B (O, R), float32 on the CPU."""
 
+    @abstractmethod
     def _product(self, A: Tensor) -> Tensor:
         """W Aᵀ (O, R)."""
-        raise NotImplementedError
 
     def begin(self, A: Tensor, B: Tensor, *, subtracted: bool) -> None:
         """Starts from A (R, I) and B (O, R). With `subtracted` their product is taken off for good, so that the layer

@@ -455,7 +455,7 @@ def test_loading_virtual_tokens_computes_no_start(
 def test_tensors_of_types_that_no_adapter_has_are_refused(saved: Artifact, dtype: torch.dtype) -> None:
     tensors = {key: value.to(dtype) for key, value in saved.tensors.items()}
     safetensors.torch.save_file(tensors, saved.path / "adapter_model.safetensors")
-    with pytest.raises(AdapterError, match="adapters hold float32, float16 or bfloat16 tensors"):
+    with pytest.raises(AdapterError, match=r"where one of float32, .* is wanted"):
         read_adapter(saved.path)
 
 

@@ -21,11 +21,10 @@ from peftkit.base import load_base
 from peftkit.data import Sample, collate, load_dataset, plan_epoch
 from peftkit.errors import DataError, InputError, RecipeError, RunError
 from peftkit.methods import attached
-from peftkit.recipe import Optim, Recipe
+from peftkit.recipe import Recipe
 from peftkit.train import dry_run, train
 from peftkit.train.loop import accumulate_gradients
 from peftkit.train.loss import projected_loss_sum
-from peftkit.train.optim import learning_rate
 from peftkit.train.prepare import prepare
 
 MakeRecipe = Callable[..., Recipe]
@@ -158,27 +157,6 @@ def test_gradient_checkpointing_changes_no_gradient(make_recipe: MakeRecipe, met
 
 
 # the schedule --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        ("constant", [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
-        ("linear", [0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]),
-        ("cosine", [0.5, 1, *((1 + math.cos(math.pi * i / 8)) / 2 for i in range(8))]),
-    ],
-)
-def test_learning_rate_rises_to_its_peak_and_then_follows_its_schedule(schedule: Any, expected: list[float]) -> None:
-    settings = Optim(lr=3.0, warmup=0.15, schedule=schedule)
-    rates = [learning_rate(settings, step, 10) for step in range(10)]
-    assert rates == pytest.approx([3.0 * share for share in expected])
-
-
-def test_without_warm_up_the_first_step_has_the_peak() -> None:
-    assert learning_rate(Optim(lr=2.0, warmup=0.0), 0, 1) == 2.0
-
-
-# runs ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", METHODS, ids=by_kind)

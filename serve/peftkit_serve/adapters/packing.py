@@ -22,7 +22,7 @@ from peftkit.errors import AdapterError, UnsupportedError
 from peftkit.methods import BottleneckConfig
 from peftkit.methods.bottleneck import PREFIX as LAYERS_PREFIX
 from peftkit.methods.lora import PREFIX, LoraSite
-from peftkit.methods.lora_layers import SMALLEST_NORM
+from peftkit.methods.lora_layers import SMALLEST_NORM, LoraEmbedding, TokenRows
 from peftkit_kernels import BOTTLENECK_INPUTS, NON_LINEARITIES
 from peftkit_serve.models.spec import EMBEDDING, HEAD, PROJECTIONS, ModelSpec
 
@@ -157,8 +157,9 @@ def pack_lora(
     for path, site in sites.items():
         found = _SITE.fullmatch(path)
         if path == EMBEDDING:
-            a = source.take(f"{PREFIX}{path}.lora_embedding_A", (site.r, spec.vocab_size)).T
-            ends[path] = _Update(a, source.take(f"{PREFIX}{path}.lora_embedding_B", (spec.hidden_size, site.r)), site)
+            a = source.take(f"{PREFIX}{path}.{LoraEmbedding.NAME_A}", (site.r, spec.vocab_size)).T
+            b = source.take(f"{PREFIX}{path}.{LoraEmbedding.NAME_B}", (spec.hidden_size, site.r))
+            ends[path] = _Update(a, b, site)
         elif path == HEAD:
             ends[path] = source.update(path, site, (spec.vocab_size, spec.hidden_size))
         elif found is None or int(found[1]) >= spec.num_layers:
@@ -251,7 +252,7 @@ class _Tensors:
             return _Rows(self.take(whole, (spec.vocab_size, spec.hidden_size)), None)
         if not token_ids:
             return None
-        some = f"{PREFIX}{path}.token_adapter.trainable_tokens_delta"
+        some = f"{PREFIX}{path}.{TokenRows.KEY}"
         return _Rows(self.take(some, (len(token_ids), spec.hidden_size)), torch.tensor(token_ids))
 
 
