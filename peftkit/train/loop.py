@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from peftkit.artifact import save_adapter
@@ -128,12 +129,12 @@ class Trainer:
         batches = self._sampler.next_window()
         num_targets = sum(batch.num_target_tokens for batch in batches)
         own = share(batches, accelerator.process_index, accelerator.num_processes)
-        loss = accumulate_gradients(self._model, own, accelerator.backward, num_targets=num_targets)
+        loss = accumulate_gradients(self._model, own, num_targets=num_targets)
         loss = add_up(loss, self._device)
         add_up_gradients(self._parameters.values())
         max_norm = self._recipe.optim.max_grad_norm
-        norm = accelerator.clip_grad_norm_(list(self._parameters.values()), math.inf if max_norm is None else max_norm)
-        assert norm is not None
+        # not accelerate's, which go by settings of its own: the recipe alone says what a step is
+        norm = nn.utils.clip_grad_norm_(self._parameters.values(), math.inf if max_norm is None else max_norm)
         grad_norm = float(norm)
         lr = learning_rate(self._recipe.optim, self.state.step, self.total_steps)
         if math.isfinite(loss) and math.isfinite(grad_norm):
@@ -301,7 +302,6 @@ def num_steps(sampler: Sampler | StreamSampler, epochs: int) -> int:
 def accumulate_gradients(
     model: PreTrainedModel,
     batches: Sequence[Batch],
-    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
     *,
     num_targets: int | None = None,
 ) -> float:
@@ -313,7 +313,7 @@ def accumulate_gradients(
     losses: list[torch.Tensor] = []
     for batch in batches:
         loss_sum = token_loss_sum(model, batch.to(model.device))
-        backward(loss_sum / num_targets)
+        (loss_sum / num_targets).backward()
         losses.append(loss_sum.detach())
     # read once all work is queued: reading waits for the device
     return sum(loss.item() for loss in losses) / num_targets

@@ -38,6 +38,7 @@ from peftkit.recipe import Recipe
 from peftkit.train.adapter_size import check_adapter_fits
 from peftkit.train.folder import versions
 from peftkit.train.memory import return_freed_memory
+from peftkit.train.processes import check_launch
 
 logger = logging.getLogger(__name__)
 
@@ -157,6 +158,7 @@ def prepare(recipe: Recipe) -> Prepared:
 
 def load(recipes: Sequence[Recipe]) -> tuple[Resident, list[Rows]]:
     """Reads the data of each run, then loads the base that they share; raises the errors of both."""
+    check_launch()
     # told of the CPU, or it takes each of several processes there for the only one
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     return_freed_memory()

@@ -4,6 +4,7 @@ The recipe says what a step is, however many processes do it: a step's gradient,
 rounding. Adapters are small, so their gradients travel once a step as one tensor, and nothing has to be wrapped.
 """
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -13,6 +14,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from peftkit.data import IGNORED, Batch
+from peftkit.errors import InputError
+
+_SHARDING = {
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+}
+"""What `accelerate launch` sets for its ways to divide a model among processes."""
+
+
+def check_launch() -> None:
+    """Raises InputError where `accelerate launch` was told to divide the model among processes.
+
+    Its other settings, a precision or a number of accumulated steps, change nothing: the recipe has its own.
+    """
+    for variable, name in _SHARDING.items():
+        if os.environ.get(variable, "").lower() in ("1", "true"):
+            raise InputError(
+                f"accelerate was told to use {name}, but each process holds the whole frozen base here: launch with "
+                "--multi_gpu, and without a config file that says otherwise (--config_file)"
+            )
 
 
 def share(batches: Sequence[Batch], index: int, count: int) -> list[Batch]:
