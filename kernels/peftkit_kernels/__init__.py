@@ -10,6 +10,14 @@ from peftkit_kernels.dispatch import dispatched
 from peftkit_kernels.grouped import BOTTLENECK_INPUTS, NON_LINEARITIES
 from peftkit_kernels.reference import pack_linear
 from peftkit_kernels.segments import MAX_RANK, Segments, max_width, sort_by_slot
+from peftkit_kernels.training import (
+    add_rms_norm_grad,
+    cross_entropy,
+    cross_entropy_grad,
+    gated_grad,
+    rms_norm_grad,
+    rotate_grad,
+)
 
 embedding = dispatched(checks.embedding)(reference.embedding)
 linear = dispatched(checks.linear)(reference.linear)
@@ -40,6 +48,12 @@ __all__ = [
     "nf4_linear",
     "copy_pages",
     "sample",
+    "rms_norm_grad",
+    "add_rms_norm_grad",
+    "rotate_grad",
+    "gated_grad",
+    "cross_entropy",
+    "cross_entropy_grad",
     "BOTTLENECK_INPUTS",
     "MAX_RANK",
     "NON_LINEARITIES",

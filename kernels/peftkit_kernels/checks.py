@@ -4,7 +4,10 @@ wanted; it looks at shapes, dtypes and devices alone, never at values, so it cos
 import torch
 from torch import Tensor
 
+from peftkit_kernels.training_steps import ACTIVATIONS
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+TRAINED = (*FLOATS, torch.float64)
 INT32 = (torch.int32,)
 INT64 = (torch.int64,)
 FLOAT32 = (torch.float32,)
@@ -198,6 +201,65 @@ def sample(
     _tensor("min_p_N", min_p_N, rows, FLOAT32, logits_NV)
     _tensor("seed_N", seed_N, rows, INT64, logits_NV)
     _tensor("step_N", step_N, rows, INT64, logits_NV)
+
+
+def rms_norm_forward(x_NH: Tensor, weight_H: Tensor, eps: float) -> None:
+    _rows("x_NH", x_NH)
+    _tensor("weight_H", weight_H, (x_NH.shape[-1],), (x_NH.dtype,), x_NH)
+
+
+def add_rms_norm_forward(x_NH: Tensor, residual_NH: Tensor, weight_H: Tensor, eps: float) -> None:
+    rms_norm_forward(x_NH, weight_H, eps)
+    _same("residual_NH", residual_NH, x_NH)
+
+
+def rms_norm_backward(
+    dy_NH: Tensor, x_NH: Tensor, weight_H: Tensor, scale_N: Tensor, dsum_NH: Tensor | None = None
+) -> None:
+    rms_norm_forward(x_NH, weight_H, 0.0)
+    _same("dy_NH", dy_NH, x_NH)
+    _tensor("scale_N", scale_N, tuple(x_NH.shape[:-1]), (torch.promote_types(x_NH.dtype, torch.float32),), x_NH)
+    if dsum_NH is not None:
+        _same("dsum_NH", dsum_NH, x_NH)
+
+
+def rotate(q_NQD: Tensor, k_NKD: Tensor, cos_ND: Tensor, sin_ND: Tensor, inverse: bool = False) -> None:
+    _tensor("q_NQD", q_NQD, (None, None, None), TRAINED)
+    num_rows, _, head_size = q_NQD.shape
+    if head_size % 2:
+        raise ValueError(f"q_NQD has head size {head_size}: an even one is wanted")
+    _tensor("k_NKD", k_NKD, (num_rows, None, head_size), (q_NQD.dtype,), q_NQD)
+    for name, table in (("cos_ND", cos_ND), ("sin_ND", sin_ND)):
+        _tensor(name, table, (num_rows, head_size), TRAINED, q_NQD)
+
+
+def gated(gate_NF: Tensor, up_NF: Tensor, activation: str) -> None:
+    _rows("gate_NF", gate_NF)
+    _same("up_NF", up_NF, gate_NF)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation}: one of {', '.join(ACTIVATIONS)} is wanted")
+
+
+def gated_backward(dh_NF: Tensor, gate_NF: Tensor, up_NF: Tensor, activation: str) -> None:
+    gated(gate_NF, up_NF, activation)
+    _same("dh_NF", dh_NF, gate_NF)
+
+
+def cross_entropy(logits_NV: Tensor, targets_N: Tensor, scale: float = 1.0) -> None:
+    _tensor("logits_NV", logits_NV, (None, None), TRAINED)
+    _tensor("targets_N", targets_N, (logits_NV.shape[0],), INT64, logits_NV)
+    if logits_NV.shape[1] and logits_NV.stride(1) != 1:
+        raise ValueError("logits_NV has rows that aren't contiguous: contiguous ones are wanted")
+
+
+def _rows(name: str, tensor: Tensor) -> None:
+    if tensor.dim() < 2:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}: two dimensions or more are wanted")
+    _tensor(name, tensor, (None,) * tensor.dim(), TRAINED)
+
+
+def _same(name: str, tensor: Tensor, like: Tensor) -> None:
+    _tensor(name, tensor, tuple(like.shape), (like.dtype,), like)
 
 
 def _pages(kv_PZ2KD: Tensor, like: Tensor) -> None:

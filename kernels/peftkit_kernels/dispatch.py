@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 
 from peftkit_kernels.library import traced
@@ -44,7 +46,9 @@ _DEVICES = frozenset({"cuda"})  # where Triton kernels run
 def dispatched(check: Callable[P, None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Makes a reference a public operation: checks its arguments, then runs what the first one's device has.
 
-    The first argument is a tensor. Traced code calls `torch.ops.peftkit` instead, which comes back here when it runs.
+    The first argument is a tensor; of float64, which only training's operations take, it is the reference's. Traced
+    code, and a kernel under a mode that watches operations (FakeTensorMode, selective checkpointing), calls
+    `torch.ops.peftkit` instead, which comes back here when it runs.
     """
 
     def decorate(reference: Callable[P, R]) -> Callable[P, R]:
@@ -58,7 +62,9 @@ def dispatched(check: Callable[P, None]) -> Callable[[Callable[P, R]], Callable[
             first = args[0] if args else next(iter(kwargs.values()))
             assert isinstance(first, Tensor)
             kernel = _triton(name, first.device.type)
-            return reference(*args, **kwargs) if kernel is None else kernel(*args, **kwargs)
+            if kernel is None or first.dtype == torch.float64:
+                return reference(*args, **kwargs)
+            return in_graph(*args, **kwargs) if _len_torch_dispatch_stack() else kernel(*args, **kwargs)
 
         in_graph = traced(operation, check)
         return operation

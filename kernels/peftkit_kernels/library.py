@@ -18,18 +18,20 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 _LIBRARY = Library("peftkit", "DEF")
 
-_WRITTEN: Mapping[str, str] = MappingProxyType(
+_WRITTEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "rope_write_kv": "kv_PZ2KD",
-        "grouped_lora": "y_TO",
-        "grouped_bottleneck": "y_TH",
-        "copy_pages": "kv_PZ2KD",
+        "rope_write_kv": ("kv_PZ2KD",),
+        "grouped_lora": ("y_TO",),
+        "grouped_bottleneck": ("y_TH",),
+        "copy_pages": ("kv_PZ2KD",),
+        "gated_backward_": ("gate_NF", "up_NF"),
+        "cross_entropy_grad": ("logits_NV",),
     }
 )
-"""Operation → the argument that it writes to."""
+"""Operation → the arguments that it writes to."""
 
 _RETURNS_WRITTEN = frozenset({"grouped_lora", "grouped_bottleneck", "copy_pages"})
-"""Operations that return that argument, their first."""
+"""Operations that return such an argument, their first."""
 
 _TYPES: Mapping[Any, str] = MappingProxyType(
     {
@@ -39,10 +41,13 @@ _TYPES: Mapping[Any, str] = MappingProxyType(
         int: "SymInt",
         int | None: "SymInt?",
         float: "float",
+        str: "str",
         torch.dtype: "ScalarType",
         tuple[int, ...]: "SymInt[]",
         tuple[int, int]: "SymInt[]",
         tuple[Tensor, Tensor]: "(Tensor, Tensor)",
+        tuple[Tensor, Tensor, Tensor]: "(Tensor, Tensor, Tensor)",
+        type(None): "()",
     }
 )
 
@@ -54,6 +59,11 @@ def _rope_write_kv(qkv_TCD: Tensor, *rest: Tensor) -> Tensor:
 
 def _gated(x_TO: Tensor, **_: Any) -> Tensor:
     return x_TO.new_empty(x_TO.shape[0], x_TO.shape[1] // 2)
+
+
+def _row_of(x_NH: Tensor) -> Tensor:
+    """A number of float32 or wider for each row."""
+    return x_NH.new_empty(x_NH.shape[:-1], dtype=torch.promote_types(x_NH.dtype, torch.float32))
 
 
 _FAKES: Mapping[str, Callable[..., Any]] = MappingProxyType(
@@ -71,6 +81,22 @@ _FAKES: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "nf4_dequantize": lambda code_X, *rest: code_X.new_empty(rest[-2], dtype=rest[-1]),
         "nf4_linear": lambda x_TI, *rest, **__: x_TI.new_empty(x_TI.shape[0], rest[5]),
         "sample": lambda logits_NV, *_: logits_NV.new_empty(logits_NV.shape[0], dtype=torch.int64),
+        "rms_norm_forward": lambda x_NH, *_, **__: (x_NH.new_empty(x_NH.shape), _row_of(x_NH)),
+        "add_rms_norm_forward": lambda x_NH, *_, **__: (
+            x_NH.new_empty(x_NH.shape),
+            x_NH.new_empty(x_NH.shape),
+            _row_of(x_NH),
+        ),
+        "rms_norm_backward": lambda dy_NH, *_, **__: dy_NH.new_empty(dy_NH.shape),
+        "rotate": lambda q_NQD, k_NKD, *_, **__: (q_NQD.new_empty(q_NQD.shape), k_NKD.new_empty(k_NKD.shape)),
+        "gated": lambda gate_NF, *_, **__: gate_NF.new_empty(gate_NF.shape),
+        "gated_backward": lambda _, gate_NF, up_NF, *__, **___: (
+            gate_NF.new_empty(gate_NF.shape),
+            up_NF.new_empty(up_NF.shape),
+        ),
+        "gated_backward_": lambda *_, **__: None,
+        "cross_entropy": lambda logits_NV, *_, **__: _row_of(logits_NV),
+        "cross_entropy_grad": lambda logits_NV, *_, **__: _row_of(logits_NV),
     }
 )
 """Operation → fresh results of the right shape and dtype, from its arguments."""
@@ -82,13 +108,13 @@ def traced(operation: C, check: Callable[..., None]) -> C:
     `check` raises ValueError when a graph is made, `operation` when it runs.
     """
     name = operation.__name__
-    written = _WRITTEN.get(name) if name in _RETURNS_WRITTEN else None
+    written = _WRITTEN[name][0] if name in _RETURNS_WRITTEN else None
 
     def run(*args: Any, **kwargs: Any) -> Any:
         result = operation(*(tuple(value) if isinstance(value, list) else value for value in args), **kwargs)
         if isinstance(result, tuple):
             return tuple(_own(tensor, args) for tensor in result)
-        return None if written else _own(result, args)
+        return None if written or result is None else _own(result, args)
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         check(*args, **kwargs)
@@ -119,7 +145,9 @@ def _schema(operation: Callable[..., Any]) -> str:
     for parameter in inspect.signature(operation).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parts:
             parts.append("*")
-        kind = "Tensor(a!)" if _WRITTEN.get(name) == parameter.name else _TYPES[hints[parameter.name]]
+        written = _WRITTEN.get(name, ())
+        alias = f"Tensor({'ab'[written.index(parameter.name)]}!)" if parameter.name in written else None
+        kind = alias or _TYPES[hints[parameter.name]]
         default = "" if parameter.default is parameter.empty else f"={parameter.default}"
         parts.append(f"{kind} {parameter.name}{default}")
     returned = "()" if name in _RETURNS_WRITTEN else _TYPES[hints["return"]]
