@@ -1,5 +1,6 @@
 """The engine on a GPU: what it generates is what transformers finds most likely, for every row of a mixed batch."""
 
+import copy
 import importlib
 import random
 from collections.abc import Iterator
@@ -58,7 +59,7 @@ def test_greedy_tokens_are_transformers_most_likely(
     for name, config in CONFIGS.items():
         attach(model, config)
         for parameter in attached(model)[0].parameters().values():
-            torch.nn.init.normal_(parameter, std=0.3)
+            torch.nn.init.normal_(parameter, std=0.1)
         save_adapter(model, tmp_path / name)
         detach(model)
         engine.adapters.add(name, tmp_path / name)
@@ -74,10 +75,13 @@ def test_greedy_tokens_are_transformers_most_likely(
         if name:
             load_adapter(model, tmp_path / name)
         ids = torch.tensor([prompt + list(output.token_ids)], device="cuda")
-        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+        logits, rounded = (
+            each(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
+            for each in (model, copy.deepcopy(model).bfloat16())
+        )
         chosen = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
-        # the engine computes in bfloat16: a token may lose to one that is as likely within its rounding
-        assert (logits.max(-1).values - chosen <= 0.05 * logits.std()).all(), name
+        # the engine computes in bfloat16: a token may lose to one that is as likely within what rounding does here
+        assert (logits.max(-1).values - chosen <= 3 * (logits - rounded).abs().max()).all(), name
         detach(model)
     engine.check_integrity()
 
