@@ -4,6 +4,7 @@ import math
 import shutil
 import statistics
 import subprocess
+import timeit
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -75,9 +76,16 @@ class Ceilings:
 def measure_ceilings() -> Ceilings:
     """A device copy, a sum over 2 GiB and an 8192 × 8192 × 8192 product; medians of 7."""
     copy_us, read_us, num_bytes = _stream()
-    x, w = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    product_us = _median(lambda: x @ w)
-    return Ceilings(2 * num_bytes / copy_us / 1e6, num_bytes / read_us / 1e6, 2 * 8192**3 / product_us / 1e6)
+    product = product_tflops(torch.device("cuda"), torch.bfloat16, 8192)
+    return Ceilings(2 * num_bytes / copy_us / 1e6, num_bytes / read_us / 1e6, product)
+
+
+def product_tflops(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """Rate of a dense product of two `size` × `size` matrices; a median of 7."""
+    x, w = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    if device.type == "cuda":
+        return 2 * size**3 / _median(lambda: x @ w) / 1e6
+    return 2 * size**3 / statistics.median(timeit.repeat(lambda: x @ w, number=1, repeat=REPEATS)) / 1e12
 
 
 def _stream() -> tuple[float, float, int]:

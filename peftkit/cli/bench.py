@@ -117,6 +117,79 @@ def serve(
     )
 
 
+@app.command()
+def train(
+    only: list[str] | None = typer.Option(
+        None, "--only", help="Cases with this in their name (8b nf4, 4x2048, …); may be repeated.", metavar="NAME"
+    ),
+    levels: str = typer.Option("full,none", "--levels", help="What is recomputed, with commas."),
+    quick: bool = typer.Option(False, "--quick", help="The three most telling steps."),
+    profile: bool = typer.Option(False, "--profile", help="Say where each step's time goes, by group of kernels."),
+    losses: bool = typer.Option(False, "--losses", help="Compare 20 steps of a small base with the reference path."),
+    peers: Path | None = typer.Option(
+        None, "--peers", help="The peers' program, which is run afterwards.", metavar="FILE"
+    ),
+    peers_limit: float = typer.Option(300.0, "--peers-limit", help="Seconds for it.", min=1),
+    limit: float | None = typer.Option(None, "--limit", help="Seconds after which no further case begins.", min=1),
+    seconds: float = typer.Option(8.0, "--seconds", help="Of timed steps a case, three steps at least.", min=0),
+    shapes: str | None = typer.Option(
+        None, "--shapes", help="Steps of these in place of the usual: small:nf4:lora:2x512, with commas.", hidden=True
+    ),
+    device: str = typer.Option("auto", "--device", help="auto, cuda or cpu."),
+    seed: int = typer.Option(0, "--seed", help="Of the random weights and tokens."),
+    out: Path | None = typer.Option(None, "--out", help="A file that each line is also written to.", metavar="FILE"),
+) -> None:
+    """Time the training step on Llama-3.1-8B's and Qwen2.5-1.5B's sizes, beside HF PEFT, Liger and Unsloth."""
+    from peftkit.base.load import auto_device
+    from peftkit_bench import train as bench
+
+    wanted = tuple(level.strip() for level in levels.split(","))
+    if unknown := [level for level in wanted if level not in bench.LEVELS]:
+        raise InputError(f"--levels {unknown[0]}: it must be one of {', '.join(bench.LEVELS)}", field="levels")
+    settings = bench.Settings(auto_device(device), seconds, limit, seed, profile)
+    known = bench.quick_cases(wanted) if quick else bench.all_cases(wanted)
+    if shapes is not None:
+        known = bench.named_cases(shapes, wanted)
+    cases = [case for case in known if not only or any(text in case.name for text in only)]
+    if not cases:
+        raise InputError(f"--only {' '.join(only or [])}: no case has that in its name", field="only")
+    if peers is not None and not peers.is_file():
+        raise InputError(f"--peers {peers}: there is no such file", field="peers")
+    _train(settings, cases, losses=losses, peers=peers, peers_limit=peers_limit, out=out)
+
+
+def _train(
+    settings: Any, cases: Any, *, losses: bool, peers: Path | None, peers_limit: float, out: Path | None
+) -> None:
+    """Measures, writes each line as it comes, then the tables."""
+    from peftkit_bench import train as bench
+    from peftkit_bench.train_losses import compare
+    from peftkit_bench.train_peers import peer_lines
+
+    shared = bench.facts(settings)
+    lines, theirs = list[dict[str, Any]](), list[dict[str, Any]]()
+    for line in bench.measure(cases, settings, shared["dense_tflops"]):
+        lines.append(line)
+        _write_line({**line, **shared}, out)
+    for line in compare(settings) if losses else ():
+        lines.append(line)
+        _write_line({**line, **shared}, out)
+    for line in () if peers is None else peer_lines(peers, cases, limit_s=peers_limit):
+        theirs.append(line)
+        _write_line(line, out)
+    tables = (
+        (bench.HEADERS, bench.rows(lines, theirs)),
+        (bench.PROFILE_HEADERS, bench.profile_rows(lines)),
+        (bench.LOSS_HEADERS, bench.loss_rows(lines)),
+    )
+    output.emit(
+        {**shared, "cases": lines, "peers": theirs},
+        lambda: "\n\n".join(output.table(headers, cells) for headers, cells in tables if cells),
+    )
+    if any("error" in line for line in lines):
+        raise typer.Exit(1)
+
+
 def _counts(option: str, text: str, *, least: int) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() and int(part) >= least for part in parts):
