@@ -40,9 +40,8 @@ def _run(argv: Sequence[str], limit_s: float) -> Iterator[dict[str, Any]]:
     child = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert child.stdout is not None
     try:
-        for text in child.stdout:
-            if text.startswith("{"):
-                yield json.loads(text)
+        with child.stdout:
+            yield from (json.loads(text) for text in child.stdout if text.startswith("{"))
         child.wait(timeout=limit_s)
     finally:
         if child.poll() is None:
