@@ -81,6 +81,7 @@ _FAKES: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "nf4_dequantize": lambda code_X, *rest: code_X.new_empty(rest[-2], dtype=rest[-1]),
         "nf4_linear": lambda x_TI, *rest, **__: x_TI.new_empty(x_TI.shape[0], rest[5]),
         "sample": lambda logits_NV, *_: logits_NV.new_empty(logits_NV.shape[0], dtype=torch.int64),
+        "seeded_dropout": lambda x_NI, *_: x_NI.new_empty(x_NI.shape),
         "rms_norm_forward": lambda x_NH, *_, **__: (x_NH.new_empty(x_NH.shape), _row_of(x_NH)),
         "add_rms_norm_forward": lambda x_NH, *_, **__: (
             x_NH.new_empty(x_NH.shape),

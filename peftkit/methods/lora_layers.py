@@ -15,9 +15,8 @@ from torch.func import functional_call
 
 from peftkit.methods.frozen import dequantized
 from peftkit.methods.lora_config import LoraConfig, LoraSite
-
-SMALLEST_NORM = 1e-18
-"""What a row of zeros is taken to have, as that of a padding token: DoRA divides by it."""
+from peftkit.methods.lora_linear import SMALLEST_NORM as SMALLEST_NORM
+from peftkit.methods.lora_linear import Projection, Update, fits, project
 
 
 class Adapted(nn.Module, ABC):
@@ -101,11 +100,24 @@ class LoraLayer(Adapted):
             if self.lora_magnitude_vector is not None:
                 self.lora_magnitude_vector.copy_(self.row_norms())
 
+    def update(self) -> Update:
+        """What the layer adds to its base in the mode that it is in."""
+        magnitude_O = self.lora_magnitude_vector
+        return Update(
+            self.lora_A,
+            self.lora_B,
+            self.scale,
+            self.dropout if self.training else 0.0,
+            self.lora_bias,
+            self.start_A,
+            self.start_B,
+            magnitude_O,
+            None if magnitude_O is None else self.square_O,
+        )
+
     def factors(self) -> tuple[Tensor, Tensor]:
-        """A and B of the whole update: of twice the rank where a start is subtracted, [A; A₀] and [B | −B₀]."""
-        if self.start_A is None or self.start_B is None:
-            return self.lora_A, self.lora_B
-        return torch.cat([self.lora_A, self.start_A]), torch.cat([self.lora_B, -self.start_B], 1)
+        """See `Update.factors`."""
+        return self.update().factors()
 
     def trained(self) -> dict[str, nn.Parameter]:
         named = {self.NAME_A: self.lora_A, self.NAME_B: self.lora_B}
@@ -130,11 +142,8 @@ class LoraLayer(Adapted):
     def row_norms(self) -> Tensor:
         """‖W + s B A‖ by row, float32 (O,), without gradient and without an (O, I) matrix."""
         with torch.no_grad():
-            A, B = self.factors()
-            cross_O = (self._product(A) * B).sum(1)
-            update_O = ((B @ (A @ A.T)) * B).sum(1)
-            square_O = self.square_O + 2 * self.scale * cross_O + self.scale**2 * update_O
-            return square_O.clamp(min=SMALLEST_NORM**2).sqrt()
+            update = self.update()
+            return update.row_norms(self._product(update.factors()[0]))
 
     def combined(self, y: Tensor, update: Tensor, bias: Tensor | None = None) -> Tensor:
         """The layer's output from the base's y (…, O), which has the base's bias in it, and s (B A x + b)."""
@@ -149,11 +158,19 @@ class LoraLinear(LoraLayer):
     """A frozen linear layer with its LoRA update. x (…, I) → y (…, O) in the base layer's dtype."""
 
     base_layer: nn.Linear
+    fused = False
+    """Whether it runs as one step of autograd (`lora_linear.py`) where it can."""
 
     def dense(self) -> Tensor:
         return dequantized(self.weight)
 
+    def projection(self) -> Projection:
+        """The layer as a member of a group."""
+        return Projection(self.weight, self.base_layer.bias, self.update())
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.fused and fits(self.base_layer, x):
+            return project(x, [self.projection()])[0]
         y = self.base_layer(x)
         A, B = self.factors()
         h = F.dropout(x, self.dropout, self.training).to(A.dtype)

@@ -1,0 +1,247 @@
+"""The fused linear layers against the mathematics: outputs, gradients, dropout's mask, what is saved."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.functional import quantize_4bit
+from bitsandbytes.nn import Linear4bit
+from torch import Tensor, nn
+
+from peftkit.methods import LoraConfig, LoraSite
+from peftkit.methods.frozen import dequantized
+from peftkit.methods.lora_layers import LoraLinear
+from peftkit.methods.lora_linear import Projection, fits, project
+
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "rslora": {"variant": "rslora"},
+    "bias": {"lora_bias": True},
+    "dora": {"variant": "dora"},
+}
+
+
+def frozen(inputs: int, outputs: int, *, bias: bool = False, dtype: torch.dtype = torch.float32) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=bias, dtype=dtype).requires_grad_(False)
+
+
+def nf4(inputs: int, outputs: int, *, double: bool, dtype: torch.dtype = torch.float32) -> nn.Linear:
+    layer = Linear4bit(inputs, outputs, bias=False, compute_dtype=dtype, compress_statistics=double, quant_type="nf4")
+    layer.support_avx512bf16_for_cpu = False
+    layer.weight.data = torch.randn(outputs, inputs, dtype=dtype) / inputs**0.5
+    return layer.to("cpu").requires_grad_(False)
+
+
+def adapted(base: nn.Linear, r: int = 3, *, scale: float = 1.7, start: bool = False, **settings: Any) -> LoraLinear:
+    """A layer with random weights everywhere, as after some steps."""
+    site = LoraSite(r=r, scale=scale, out_features=base.out_features, in_features=base.in_features)
+    layer = LoraLinear(base, site, LoraConfig(r=r, **settings), torch.Generator().manual_seed(0))
+    if start:
+        layer.begin(torch.randn_like(layer.lora_A), torch.randn_like(layer.lora_B), subtracted=True)
+    for parameter in layer.trained().values():
+        with torch.no_grad():
+            parameter.copy_(torch.randn_like(parameter) * 0.3 + (1.0 if parameter.dim() == 1 else 0.0))
+    return layer
+
+
+def gradients(outputs: Sequence[Tensor], x: Tensor, layers: Sequence[nn.Module], seed: int) -> list[Tensor]:
+    """Of a random linear function of the outputs, by x and by every trained parameter."""
+    generator = torch.Generator().manual_seed(seed)
+    loss = torch.stack([(y * torch.randn(y.shape, generator=generator).to(y)).sum() for y in outputs]).sum()
+    trained = [parameter for layer in layers for parameter in layer.parameters() if parameter.requires_grad]
+    return list(torch.autograd.grad(loss, [x, *trained]))
+
+
+def assert_near(found: Sequence[Tensor], wanted: Sequence[Tensor], limit: float) -> None:
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.shape == other.shape and one.dtype == other.dtype
+        assert (one - other).detach().double().norm() <= limit * other.detach().double().norm()
+
+
+def projection(layer: nn.Module) -> Projection:
+    return layer.projection() if isinstance(layer, LoraLinear) else Projection(layer.weight, layer.bias)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_group_equals_its_layers_each_alone(seed: int, kind: str, dtype: torch.dtype) -> None:
+    layers: list[nn.Module] = [
+        adapted(frozen(24, 40, bias=True), 4, **KINDS[kind]),
+        frozen(24, 8),
+        adapted(frozen(24, 16), 2, start=True, scale=0.4, **KINDS[kind]),
+        frozen(24, 5, bias=True),
+    ]
+    layers = [layer.to(dtype) for layer in layers]
+    x = torch.randn(2, 7, 24, dtype=dtype, requires_grad=True)
+    expected = [layer(x) for layer in layers]
+    found = project(x, [projection(layer) for layer in layers])
+    limit = 1e-6 if dtype == torch.float32 else 1e-12
+    assert_near(found, expected, limit)
+    assert_near(
+        gradients(found, x, layers, seed), gradients(expected, x, layers, seed), 1e-5 if limit > 1e-9 else limit
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_agree_with_finite_differences(seed: int, kind: str) -> None:
+    layers = [adapted(frozen(6, 5, bias=True), 2, **KINDS[kind]), adapted(frozen(6, 4), 3, start=True, **KINDS[kind])]
+    layers = [layer.double() for layer in layers]
+    x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    trained = [parameter for layer in layers for parameter in layer.trained().values()]
+    norms = [layer.row_norms() if layer.lora_magnitude_vector is not None else None for layer in layers]
+
+    def outputs(x: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+        with (
+            pytest.MonkeyPatch.context() as patch
+        ):  # the norm is a constant (§4.3 of DoRA's paper), so it is held still
+            held = iter(norms)
+            patch.setattr("peftkit.methods.lora_linear.Update.row_norms", lambda *_: next(held))
+            return project(x, [layer.projection() for layer in layers])
+
+    assert torch.autograd.gradcheck(outputs, (x, *trained), eps=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_nf4_weights_are_what_bitsandbytes_multiplies_by(seed: int, double: bool) -> None:
+    layers = [adapted(nf4(64, 32, double=double), 4), nf4(64, 16, double=double)]
+    x = torch.randn(5, 64, requires_grad=True)
+    expected = [layer(x) for layer in layers]
+    found = project(x, [projection(layer) for layer in layers])
+    assert_near(found, expected, 1e-6)
+    assert_near(gradients(found, x, layers, seed), gradients(expected, x, layers, seed), 1e-5)
+
+
+def test_nf4_weights_come_out_in_the_dtype_that_is_asked_for(seed: int) -> None:
+    code, state = quantize_4bit(torch.randn(32, 64, dtype=torch.bfloat16), compress_statistics=True, quant_type="nf4")
+    weight = nn.Parameter(code, requires_grad=False)
+    weight.quant_state = state  # type: ignore[attr-defined]
+    assert dequantized(weight).dtype == torch.bfloat16
+    assert dequantized(weight, torch.float32).dtype == torch.float32
+
+
+def test_half_precision_agrees_to_its_rounding_and_keeps_float32_gradients(seed: int) -> None:
+    layers = [adapted(frozen(64, 48, dtype=torch.bfloat16), 8), adapted(frozen(64, 32, dtype=torch.bfloat16), 8)]
+    x = torch.randn(256, 64, dtype=torch.bfloat16, requires_grad=True)
+    found = project(x, [layer.projection() for layer in layers])
+    expected = [layer(x) for layer in layers]
+    assert_near(found, expected, 1e-2)
+    assert_near(gradients(found, x, layers, seed), gradients(expected, x, layers, seed), 1e-2)
+
+
+@pytest.mark.parametrize("variant", ["plain", "dora"])
+def test_dropout_has_one_mask_forward_and_backward(seed: int, variant: str) -> None:
+    layers = [adapted(frozen(40, 30), 4, dropout=0.25, variant=variant), adapted(frozen(40, 20), 3, dropout=0.25)]
+    layers = [layer.double().train() for layer in layers]
+    x = torch.randn(16, 40, dtype=torch.float64, requires_grad=True)
+    torch.manual_seed(seed)
+    found = project(x, [layer.projection() for layer in layers])
+    torch.manual_seed(seed)
+    again = project(x, [layer.projection() for layer in layers])
+    assert_near(found, again, 0.0)
+    # what went through the updates tells the mask: u Aᵀ = h, with more rows of A than inputs
+    probe = adapted(frozen(40, 40), 40, dropout=0.25, scale=1.0).double().train()
+    with torch.no_grad():
+        probe.base_layer.weight.zero_()
+        probe.lora_A.copy_(torch.eye(40))
+        probe.lora_B.copy_(torch.eye(40))
+    torch.manual_seed(seed)
+    (dropped,) = project(x, [probe.projection()])
+    mask = dropped / x
+    assert set(mask.detach().round(decimals=9).unique().tolist()) == {0.0, round(1 / 0.75, 9)}
+    assert 0.15 < float((mask == 0).double().mean()) < 0.35
+    for layer in layers:
+        layer.eval()
+    A_masked = [layer(x * mask.detach()) - layer.base_layer(x * mask.detach()) for layer in layers]
+    if variant == "plain":
+        expected = [layer.base_layer(x) + update for layer, update in zip(layers, A_masked, strict=True)]
+        assert_near(found, expected, 1e-12)
+        assert_near(gradients(found, x, layers, seed), gradients(expected, x, layers, seed), 1e-12)
+
+
+def test_dropout_keeps_the_mean(seed: int) -> None:
+    layer = adapted(frozen(16, 8), 4, dropout=0.3).double().train()
+    x = torch.randn(1, 16, dtype=torch.float64).expand(40_000, 16)
+    (y,) = project(x, [layer.projection()])
+    spread = y.std(0) / 200
+    assert bool(((y.mean(0) - layer.eval()(x[:1])[0]).abs() < 5 * spread).all())
+
+
+def test_dropouts_gradient_agrees_with_finite_differences(seed: int) -> None:
+    layer = adapted(frozen(6, 5), 2, dropout=0.4, variant="rslora").double().train()
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+
+    def outputs(x: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+        torch.manual_seed(seed)
+        return project(x, [layer.projection()])
+
+    assert torch.autograd.gradcheck(outputs, (x, layer.lora_A, layer.lora_B))
+
+
+def test_the_input_is_kept_once_and_nothing_as_wide_as_an_output(seed: int) -> None:
+    layers = [adapted(frozen(64, 512), 4), adapted(frozen(64, 256), 4), frozen(64, 128)]
+    x = torch.randn(32, 64, requires_grad=True)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        ys = project(x, [projection(layer) for layer in layers])
+    factors = 4 * sum(p.numel() for layer in layers for p in layer.parameters() if p.requires_grad)
+    assert sum(kept.values()) == x.nbytes + 4 * 32 * 8 + factors
+    kept.clear()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        ys = project(x, [projection(layers[2])])
+    assert sum(kept.values()) == 0 and ys[0].requires_grad
+
+
+def test_an_input_without_gradient_and_a_frozen_update_get_none(seed: int) -> None:
+    layer = adapted(frozen(8, 6), 2)
+    x = torch.randn(4, 8)
+    project(x, [layer.projection()])[0].sum().backward()
+    assert layer.lora_A.grad is not None and x.grad is None
+    layer.requires_grad_(False)
+    assert not project(x, [layer.projection()])[0].requires_grad
+    x.requires_grad_()
+    project(x, [layer.projection()])[0].sum().backward()
+    assert x.grad is not None
+
+
+def test_an_output_that_is_not_used_counts_for_nothing(seed: int) -> None:
+    layers = [adapted(frozen(8, 6), 2), adapted(frozen(8, 4), 2)]
+    x = torch.randn(4, 8, requires_grad=True)
+    y, _ = project(x, [layer.projection() for layer in layers])
+    y.sum().backward()
+    assert layers[1].lora_A.grad is not None and not layers[1].lora_A.grad.any()
+
+
+def test_inputs_that_are_not_contiguous_are_taken(seed: int) -> None:
+    layer = adapted(frozen(8, 6), 2)
+    x = torch.randn(8, 3, 2).permute(1, 2, 0).requires_grad_()
+    (y,) = project(x, [layer.projection()])
+    assert_near(
+        gradients([y.transpose(0, 1)], x, [layer], seed), gradients([layer(x).transpose(0, 1)], x, [layer], seed), 1e-6
+    )
+
+
+def test_what_does_not_fit_is_left_to_the_layer(seed: int) -> None:
+    layer, x = frozen(8, 6), torch.randn(4, 8, requires_grad=True)
+    assert fits(layer, x)
+    assert not fits(layer, x.double())
+    with torch.no_grad():
+        assert not fits(layer, x)
+    assert not fits(nf4(64, 32, double=True), torch.randn(4, 64, dtype=torch.bfloat16))
+    assert not fits(frozen(8, 6).requires_grad_(), x)
+    layer.register_forward_hook(lambda *_: None)
+    assert not fits(layer, x)
+
+
+def test_nothing_is_warned_of(seed: int) -> None:
+    layer = adapted(frozen(8, 6), 2, variant="dora", dropout=0.1).train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        project(torch.randn(4, 8, requires_grad=True), [layer.projection()])[0].sum().backward()
