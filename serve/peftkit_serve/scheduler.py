@@ -143,6 +143,8 @@ class Sequence:
     """Prompt tokens after the first whose log-probabilities were asked for and computed."""
     num_bypassed: int = 0
     """Later arrivals that were admitted while its adapter was not ready."""
+    first_passed: int = -1
+    """The step whose turn it missed first because of that; -1 for none."""
     table: list[int] = field(default_factory=list[int])
     residence: Residence | None = None
     """Set while running."""
@@ -189,12 +191,14 @@ class Scheduler:
         max_tokens_per_step: int,
         max_requests: int,
         max_bypass: int = 32,
+        max_wait_steps: int = 1024,
         policy: Policy | None = None,
     ) -> None:
         """
         max_tokens_per_step: token budget of a step; at least `max_requests`, so that every running sequence advances.
         max_requests: most sequences running at a time.
         max_bypass: how many later ones may be admitted before one whose adapter is not ready.
+        max_wait_steps: for how many steps later ones may be; after that running ones end and give their adapters up.
         policy: which waiting one is next; None for the order of arrival.
         """
         if max_tokens_per_step < max_requests:
@@ -207,12 +211,13 @@ class Scheduler:
         self._max_tokens = max_tokens_per_step
         self._max_requests = max_requests
         self._max_bypass = max_bypass
+        self._max_wait_steps = max_wait_steps
         self._policy: Policy = policy or ArrivalOrder()
         self._sequences: dict[str, Sequence] = {}
         self._running: list[Sequence] = []  # both by arrival
         self._waiting: list[Sequence] = []
         self._rejected: list[tuple[Sequence, AdapterError]] = []
-        self._num_arrivals = 0
+        self._num_arrivals = self._num_steps = 0
         self.num_preemptions = 0
 
     @property
@@ -258,6 +263,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plans a step. The plan's chunks never pass the token budget and always stand in pages of their own."""
+        self._num_steps += 1
         self._yield_places()
         chunks: list[Chunk] = []
         copies: list[tuple[int, int]] = []
@@ -376,15 +382,15 @@ class Scheduler:
     def _admit(self, budget: int, chunks: list[Chunk], copies: list[tuple[int, int]]) -> None:
         """Admits waiting sequences in the policy's order while budget, places and pages last.
 
-        One whose adapter is not ready is passed over, by at most `max_bypass` later ones; one that lacks pages is
-        never passed over, or a long prompt would wait for ever.
+        One whose adapter is not ready is passed over, by at most `max_bypass` later ones and for `max_wait_steps`; one
+        that lacks pages is never passed over, or a long prompt would wait for ever.
         """
         passed: list[Sequence] = []
         unready: set[str | None] = set()
         if budget <= 0 or not self._waiting or len(self._running) >= self._max_requests:
             return
         for sequence in self._policy.order(tuple(self._waiting)):
-            if len(passed) == self._max_bypass or any(one.num_bypassed >= self._max_bypass for one in passed):
+            if len(passed) == self._max_bypass or any(self._is_overdue(one) for one in passed):
                 break
             outcome = "unready" if sequence.uid in unready else self._place(sequence, copies)
             if outcome == "short":
@@ -392,6 +398,8 @@ class Scheduler:
             if outcome == "unready":
                 unready.add(sequence.uid)
                 passed.append(sequence)
+                if sequence.first_passed < 0:
+                    sequence.first_passed = self._num_steps
                 continue
             self._waiting.remove(sequence)
             if outcome == "rejected":
@@ -404,6 +412,9 @@ class Scheduler:
             budget -= num_tokens
             if budget <= 0 or len(self._running) >= self._max_requests:
                 break
+
+    def _is_overdue(self, passed: Sequence) -> bool:
+        return passed.num_bypassed >= self._max_bypass or self._num_steps - passed.first_passed >= self._max_wait_steps
 
     def _place(
         self, sequence: Sequence, copies: list[tuple[int, int]]

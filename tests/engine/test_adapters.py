@@ -237,6 +237,74 @@ def test_the_least_recently_used_adapter_leaves_its_slot_first(
     assert [engine.adapters.get(name).resident for name in "abc"] == [True, False, True]
 
 
+def queued(engine: Engine, name: str, max_tokens: int = 6) -> str:
+    return engine.add_request(Request([5, 6], name, SamplingParams(max_tokens=max_tokens, ignore_eos=True)))
+
+
+def test_a_queued_requests_adapter_sets_out_before_its_turn_and_takes_nobodys_place(
+    make_engine: MakeEngine, lora_folder: Folder, prompt_folder: Folder, seed: int
+) -> None:
+    engine = make_engine(max_adapters=2, max_requests=1)
+    for index, name in enumerate("abcd"):
+        engine.adapters.add(name, lora_folder(seed + index))
+    engine.adapters.add("prompt", prompt_folder(seed))
+
+    def resident() -> str:
+        return "".join(name for name in "abcd" if engine.adapters.get(name).resident)
+
+    answer(engine, "d")
+    first = queued(engine, "a")
+    assert resident() == "ad", "there is a free slot"
+    engine.step()
+    queued(engine, "prompt")
+    queued(engine, "b")
+    assert resident() == "ab", "no request needs what was there"
+    assert not engine.adapters.get("prompt").resident, "virtual tokens take pages, so they wait for their turn"
+    queued(engine, "c")
+    assert resident() == "ab", "what runs and what waits keep their slots"
+    engine.check_integrity()
+    engine.abort(first)
+    assert resident() == "bc", "the place of what has ended"
+    while engine.has_work():
+        engine.step()
+        engine.check_integrity()
+
+
+def test_what_no_request_needs_is_evicted_before_what_a_waiting_one_does(
+    make_engine: MakeEngine, lora_folder: Folder, seed: int
+) -> None:
+    engine = make_engine(max_adapters=2, max_requests=2)
+    for index, name in enumerate("abc"):
+        engine.adapters.add(name, lora_folder(seed + index))
+    answer(engine, "a")
+    answer(engine, "b")  # used later than a
+    queued(engine, "a")
+    queued(engine, "c")
+    assert [engine.adapters.get(name).resident for name in "abc"] == [True, False, True]
+    while engine.has_work():
+        engine.step()
+
+
+def test_a_load_ahead_of_its_turn_that_fails_is_tried_again_in_its_turn(
+    make_engine: MakeEngine, lora_folder: Folder, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    engine.adapters.add("a", lora_folder(seed))
+    expected = answer(make_engine(), None)
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._pool._memory, "load", fail)
+        queued(engine, "a")
+        assert engine.adapters.get("a").state == "failed"
+    while engine.has_work():
+        outputs = engine.step()
+        assert all(output.finish_reason != "error" for output in outputs)
+    assert engine.adapters.get("a").state == "ready" and answer(engine, None) == expected
+
+
 def test_a_slot_with_running_requests_is_never_given_away(
     make_engine: MakeEngine, lora_folder: Folder, seed: int
 ) -> None:

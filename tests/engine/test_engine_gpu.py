@@ -3,6 +3,7 @@
 import copy
 import importlib
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,43 @@ def test_replayed_graphs_have_the_bits_of_eager_steps_at_every_crossing_of_bucke
         runner._graphs = None
         assert runner.run(StepPlan(tuple(chunks))).tokens == tokens
         runner._graphs = graphs
+
+
+def test_a_load_keeps_the_host_and_other_steps_free_and_the_step_that_reads_it_waits_on_the_device(
+    tiny_base: Path, own_cache: None, tmp_path: Path, seed: int
+) -> None:
+    engine = Engine(tiny_base, device="cuda", num_pages=64, max_adapters=4, deterministic=True)
+    runner, memory = engine._runner, engine._runner.memory
+    model = AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.float32)
+    first, second = (
+        engine.adapters._loader.submit(random_adapter(model, one, tmp_path)).result().weights for one in KINDS[:2]
+    )
+    assert first is not None and second is not None and memory._loading is not None
+
+    def draw(slot: int, page: int) -> int:
+        sample = Sample(SamplingParams(temperature=0.0), 0, 0)
+        tokens = runner.run(StepPlan((Chunk("x", (5, 6, 7, 8), 0, (page,), slot, 0, sample),))).tokens
+        return tokens["x"]
+
+    memory.load(0, first)
+    memory.load(1, second)
+    wanted, bare = (draw(0, 0), draw(1, 1)), draw(-1, 2)
+    for _ in range(3):
+        memory.free(0)
+        memory.free(1)
+        with torch.cuda.stream(memory._loading):
+            torch.cuda._sleep(2_000_000_000)  # about a second
+        begun = time.perf_counter()
+        memory.load(1, first)
+        memory.load(0, second)
+        assert draw(-1, 2) == bare and time.perf_counter() - begun < 0.4, "the host or a step of others waited"
+        assert (draw(1, 0), draw(0, 1)) == wanted
+        assert time.perf_counter() - begun > 0.4, "the load was not held up: the test shows nothing"
+        memory.check_integrity()
+        memory.free(0)
+        memory.free(1)
+        memory.load(0, first)
+        memory.load(1, second)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -72,12 +72,24 @@ class Bench:
     """A scheduler, its fakes, and a model whose next token is always 7."""
 
     def __init__(
-        self, *, num_pages: int = 64, budget: int = 32, max_requests: int = 8, slots: int = 2, bypass: int = 4
+        self,
+        *,
+        num_pages: int = 64,
+        budget: int = 32,
+        max_requests: int = 8,
+        slots: int = 2,
+        bypass: int = 4,
+        wait_steps: int = 1024,
     ):
         self.pages = PageAllocator(num_pages)
         self.adapters = FakeAdapters(self.pages, slots)
         self.scheduler = Scheduler(
-            self.pages, self.adapters, max_tokens_per_step=budget, max_requests=max_requests, max_bypass=bypass
+            self.pages,
+            self.adapters,
+            max_tokens_per_step=budget,
+            max_requests=max_requests,
+            max_bypass=bypass,
+            max_wait_steps=wait_steps,
         )
         self.budget = budget
         self.done: list[str] = []
@@ -207,6 +219,25 @@ def test_a_request_whose_adapter_has_no_slot_is_passed_a_bounded_number_of_times
         bench.add(f"a{index}", max_tokens=5 + index % 2, uid="A")  # one of them always runs, and holds the slot
     bench.run()
     assert bench.admitted.index("b") == 1 + 3
+
+
+def test_an_adapter_that_waits_is_not_starved_by_a_resident_one_whose_requests_are_few_and_long(seed: int) -> None:
+    rng, longest, patience = random.Random(seed), 40, 60
+    bench = Bench(slots=2, bypass=1000, max_requests=6, wait_steps=patience, num_pages=200)
+    waited_since: dict[str, int] = {}
+    started: dict[str, int] = {}
+    for step in range(2000):
+        if step % 12 == 0:  # so one of each always runs, and holds the slots: less often than any count of them helps
+            bench.add(f"hot{step}", rng.randint(2, 9), rng.randint(30, longest), uid=rng.choice("AB"))
+        if step % 150 == 75:
+            bench.add(f"cold{step}", 5, 3, uid=rng.choice("CDEF"))
+            waited_since[f"cold{step}"] = step
+        bench.step()
+        started |= {name: step for name in waited_since if name in bench.admitted and name not in started}
+    assert len(started) == len(waited_since) > 10
+    # until it is overdue, until a slot's last request has ended, and a step for each of the two to be seen
+    assert max(started[name] - since for name, since in waited_since.items()) <= patience + longest + 2
+    assert max(started[name] - since for name, since in waited_since.items()) > longest, "none had to wait"
 
 
 def test_every_adapter_of_many_is_served_with_two_slots() -> None:

@@ -94,6 +94,7 @@ class AdapterLoader:
         self._max_virtual_tokens = max_virtual_tokens
         self._loaded: weakref.WeakValueDictionary[str, LoadedAdapter] = weakref.WeakValueDictionary()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="peftkit-adapter-loader")
+        self._stream = torch.cuda.Stream() if pinned else None  # DoRA's scales are computed beside the steps
 
     def submit(self, path: str | Path) -> Future[LoadedAdapter]:
         """Starts to load a folder; the future raises AdapterError or its children for one that can't be served."""
@@ -111,7 +112,8 @@ class AdapterLoader:
         made: dict[str, Any] = {}
         for part in artifact.parts:
             try:
-                field, packed = self._pack_part(part)
+                with torch.cuda.stream(self._stream):
+                    field, packed = self._pack_part(part)
             except AdapterError as error:
                 raise type(error)(f"{artifact.path}: {error}", field=error.field) from error
             if field in made:

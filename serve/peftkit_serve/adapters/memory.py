@@ -6,24 +6,24 @@ A layer of an adapter is one contiguous extent, placed in the first hole that is
 
 What lies in an extent says `packing.py`. Kernels find it through tables by layer, projection or sub-layer, and slot;
 rank or width 0 is what the slot's adapter leaves alone.
+
+On a GPU adapters come on a stream of their own, beside the steps. Two events keep the two apart, and the host waits for
+neither: a load begins behind the steps that were started before the last place was freed, and the first step that
+reads a slot begins behind its load.
 """
 
 import bisect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from peftkit_serve.adapters.packing import (
-    SUB_LAYERS,
-    UNIT_BYTES,
-    BottleneckSpan,
-    LoraSpan,
-    PackedAdapter,
-    PackedLayer,
-)
+from peftkit_serve.adapters.packing import SUB_LAYERS, UNIT_BYTES, PackedAdapter, PackedLayer
 from peftkit_serve.batch import Extras
 from peftkit_serve.models.spec import PROJECTIONS, ModelSpec
 
@@ -120,6 +120,9 @@ class AdapterMemory:
         self._extras, self._extras_by_slot = _joined(()), dict[int, Extras]()
         self._ends: dict[int, Ends] = {}
         self._extents: list[tuple[int, int, int, int]] = []  # (first unit, units, slot, layer), ascending
+        self._loading = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._arrivals: dict[int, torch.cuda.Event] = {}  # of slots that no step has waited for
+        self._vacated: torch.cuda.Event | None = None  # behind the last step that may read what was freed
 
     @property
     def capacity_bytes(self) -> int:
@@ -169,24 +172,31 @@ class AdapterMemory:
     def load(self, slot: int, packed: PackedAdapter) -> None:
         """Copies an adapter into a free slot; the caller has seen that it fits.
 
-        When no hole is long enough the resident extents are slid together first, which changes no result.
+        Out of pinned memory the copy is only queued: `wait_for` comes before a step that reads the slot. When no hole
+        is long enough the resident extents are slid together first, which changes no result.
         """
         assert slot not in self._resident, f"slot {slot} is taken"
         assert self.fits(packed.nbytes), f"{packed.nbytes} bytes wanted, {self.used_bytes()} are used"
         try:
             for index, layer in enumerate(packed.layers):
                 if layer.num_units:
-                    start = self._place(layer.num_units)
-                    # out of pinned memory the copy is only queued, before the next step's launches
-                    self._weights_at(start, layer.weights.numel()).copy_(layer.weights, non_blocking=True)
-                    bisect.insort(self._extents, (start, layer.num_units, slot, index))
+                    bisect.insort(self._extents, (self._place(layer.num_units), layer.num_units, slot, index))
             self._resident[slot] = packed
-            self._write_tables(slot)
+            if self._loading is not None and self._vacated is not None:
+                self._loading.wait_event(self._vacated)
+            with nullcontext() if self._loading is None else torch.cuda.stream(self._loading):
+                self._copy_in(slot, packed)
             self._extras_by_slot[slot] = _extras_of(packed)
             self._extras = _joined(self._extras_by_slot.values())
         except BaseException:
             self._forget(slot)
             raise
+
+    def wait_for(self, slots: Iterable[int]) -> None:
+        """What is started next begins behind the loads of these slots; the host goes on. -1 is none."""
+        if self._arrivals:
+            for slot in set(slots) & set(self._arrivals):
+                torch.cuda.current_stream(self.weights.device).wait_event(self._arrivals.pop(slot))
 
     def free(self, slot: int) -> None:
         """Forgets a slot's adapter."""
@@ -195,6 +205,7 @@ class AdapterMemory:
 
     def check_integrity(self) -> None:
         """Asserts that extents lie apart inside the buffer, and that they and the tables are the resident adapters'."""
+        self.wait_for(list(self._arrivals))
         end = 0
         for start, units, slot, layer in self._extents:
             assert start >= end, f"extents overlap at unit {start}"
@@ -207,14 +218,15 @@ class AdapterMemory:
         assert {extent[2:] for extent in self._extents} == wanted, "extents and resident adapters differ"
         ranks, widths = torch.zeros_like(self._lora.rank_PS), torch.zeros_like(self._bottleneck.width_S)
         for slot, packed in self._resident.items():
-            ranks[:, :, slot] = torch.tensor([[span.rank for span in layer.lora] for layer in packed.layers])
-            widths[:, :, slot] = torch.tensor([[span.width for span in layer.bottleneck] for layer in packed.layers])
+            ranks[:, :, slot] = torch.from_numpy(packed.columns.lora[2])
+            widths[:, :, slot] = torch.from_numpy(packed.columns.bottleneck[1])
         assert torch.equal(ranks, self._lora.rank_PS), "the rank table differs from the resident adapters"
         assert torch.equal(widths, self._bottleneck.width_S), "the width table differs from the resident adapters"
         assert self._extras_by_slot == {slot: _extras_of(packed) for slot, packed in self._resident.items()}
         assert set(self._ends) == {slot for slot, packed in self._resident.items() if packed.has_ends}
 
     def _forget(self, slot: int) -> None:
+        self.wait_for((slot,))
         self._resident.pop(slot, None)
         self._extents = [extent for extent in self._extents if extent[2] != slot]
         self._ends.pop(slot, None)
@@ -222,6 +234,24 @@ class AdapterMemory:
         self._extras = _joined(self._extras_by_slot.values())
         self._lora.rank_PS[:, :, slot] = 0
         self._bottleneck.width_S[:, :, slot] = 0
+        self._mark_vacated()
+
+    def _mark_vacated(self) -> None:
+        """The next load begins behind what has been started until now."""
+        if self._loading is not None:
+            self._vacated = _mark(torch.cuda.current_stream(self.weights.device))
+
+    def _copy_in(self, slot: int, packed: PackedAdapter) -> None:
+        """Queues the copy of a slot's extents, whose places are known, and of its tables."""
+        try:
+            for start, _, owner, index in self._extents:
+                if owner == slot:
+                    weights = packed.layers[index].weights
+                    self._weights_at(start, weights.numel()).copy_(weights, non_blocking=True)
+            self._write_tables(slot)
+        finally:  # one that fails midway may have queued something too
+            if self._loading is not None:
+                self._arrivals[slot] = _mark(self._loading)
 
     def _weights_at(self, start: int, num_elements: int) -> Tensor:
         return self.weights[start * self._unit :][:num_elements]
@@ -239,6 +269,7 @@ class AdapterMemory:
 
     def _slide_together(self) -> int:
         """Moves every extent to the front, without holes between; returns the first free unit."""
+        self.wait_for(list(self._arrivals))
         end = 0
         for index, (start, units, slot, layer) in enumerate(self._extents):
             if start != end:
@@ -248,15 +279,20 @@ class AdapterMemory:
             end += units
         for slot in self._resident:
             self._write_tables(slot)
+        self._mark_vacated()
         return end
 
     def _write_tables(self, slot: int) -> None:
-        layers = self._resident[slot].layers
+        packed = self._resident[slot]
         starts = {extent[3]: extent[0] * self._unit for extent in self._extents if extent[2] == slot}
-        begun = [(layer, starts.get(index, 0)) for index, layer in enumerate(layers)]
-        _write(self._lora, [[span.moved(start) for span in layer.lora] for layer, start in begun], slot)
-        _write(self._bottleneck, [[span.moved(start) for span in layer.bottleneck] for layer, start in begun], slot)
-        ends = self._views_of_ends(*begun[-1])
+        start_L = np.array([starts.get(index, 0) for index in range(len(packed.layers))])
+        columns = packed.columns.moved(start_L)
+        for table, column in zip(chain(self._lora, self._bottleneck), chain(*columns), strict=True):
+            values = torch.from_numpy(column).to(table.dtype)
+            if self._loading is not None:
+                values = values.pin_memory()
+            table[:, :, slot].copy_(values, non_blocking=True)
+        ends = self._views_of_ends(packed.layers[-1], int(start_L[-1]))
         if ends is not None:
             self._ends[slot] = ends
 
@@ -267,15 +303,28 @@ class AdapterMemory:
             return self.weights[start + offset :][: math.prod(shape)].view(shape)
 
         head, embedding = (
-            Rows(matrix(span.offset, span.num_rows, hidden), _moved(span.token_ids, self.weights.device))
-            if span.num_rows
-            else None
+            Rows(matrix(span.offset, span.num_rows, hidden), self._moved(span.token_ids)) if span.num_rows else None
             for span in layer.rows
         )
         span = layer.lora[1]
         lora = matrix(span.offset_a, vocab, span.rank), matrix(span.offset_b, hidden, span.rank), span.scale
         ends = Ends(embedding, head, lora if span.rank else None)
         return None if ends == (None, None, None) else ends
+
+    def _moved(self, token_ids: Tensor | None) -> Tensor | None:
+        if token_ids is None:
+            return None
+        moved = token_ids.to(self.weights.device, non_blocking=True)
+        if self._loading is not None:  # made beside the steps, read by them
+            moved.record_stream(torch.cuda.default_stream(self.weights.device))
+        return moved
+
+
+def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """Done when all that the stream has been given until now is."""
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
 
 
 def _extras_of(packed: PackedAdapter) -> Extras:
@@ -284,14 +333,3 @@ def _extras_of(packed: PackedAdapter) -> Extras:
 
 def _joined(extras: Iterable[Extras]) -> Extras:
     return Extras(*map(any, zip((False, False, False), *extras, strict=True)))
-
-
-def _moved(token_ids: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if token_ids is None else token_ids.to(device)
-
-
-def _write(tables: Sequence[Tensor], by_layer: Sequence[Sequence[LoraSpan | BottleneckSpan]], slot: int) -> None:
-    """Writes one slot of tables (layer, place, slot) whose order is that of the spans' fields."""
-    for field, table in enumerate(tables):
-        values = [[span[field] for span in spans] for spans in by_layer]
-        table[:, :, slot] = torch.tensor(values, dtype=table.dtype)

@@ -11,11 +11,13 @@ count as one more layer, behind the others.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from peftkit.errors import AdapterError, UnsupportedError
@@ -53,11 +55,6 @@ class LoraSpan(NamedTuple):
     offset_c: int = -1
     """DoRA's scale less one (out), then what it or a LoRA's bias adds (out); -1 where there is none."""
 
-    def moved(self, start: int) -> "LoraSpan":
-        """The same for a layer that begins at `start`."""
-        offset_c = self.offset_c + start if self.offset_c >= 0 else -1
-        return self._replace(offset_a=self.offset_a + start, offset_b=self.offset_b + start, offset_c=offset_c)
-
 
 class BottleneckSpan(NamedTuple):
     """A sub-layer's bottleneck in its layer. The fields are those of `BottleneckTables`, in their order."""
@@ -67,10 +64,6 @@ class BottleneckSpan(NamedTuple):
     scale: float = 0.0
     form: tuple[int, int, int] = (0, 0, 0)
     """Input, non-linearity and layer norm, as `grouped_bottleneck` numbers them."""
-
-    def moved(self, start: int) -> "BottleneckSpan":
-        """The same for a layer that begins at `start`."""
-        return self._replace(offset=self.offset + start)
 
 
 class RowsSpan(NamedTuple):
@@ -98,6 +91,31 @@ class PackedLayer:
         """Length of its extent."""
         return -(-self.weights.nbytes // UNIT_BYTES)
 
+    def pinned(self) -> "PackedLayer":
+        """The same in pinned memory."""
+        rows = (
+            span if span.token_ids is None else span._replace(token_ids=span.token_ids.pin_memory())
+            for span in self.rows
+        )
+        return replace(self, weights=self.weights.pin_memory(), rows=tuple(rows))
+
+
+class Columns(NamedTuple):
+    """What a slot's tables say of an adapter, by layer, while each of its layers begins at 0."""
+
+    lora: tuple[NDArray[Any], ...]
+    """(layers, projections) for each field of `LoraSpan`, in their order."""
+    bottleneck: tuple[NDArray[Any], ...]
+    """(layers, sub-layers) for each field of `BottleneckSpan`, the last with three entries a sub-layer."""
+
+    def moved(self, start_L: NDArray[np.int64]) -> "Columns":
+        """The same for layers that begin at `start_L`."""
+        start_L1 = start_L[:, None]
+        a, b, rank, scale, c = self.lora
+        offset, *form = self.bottleneck
+        moved_c = np.where(c < 0, c, c + start_L1)
+        return Columns((a + start_L1, b + start_L1, rank, scale, moved_c), (offset + start_L1, *form))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedAdapter:
@@ -105,6 +123,19 @@ class PackedAdapter:
 
     layers: tuple[PackedLayer, ...]
     """The decoder's, and one for its two ends."""
+    columns: Columns = field(init=False)
+    """Made where the adapter is, off the thread that steps."""
+
+    def __post_init__(self) -> None:
+        lora = tuple(zip(*(span for layer in self.layers for span in layer.lora), strict=True))
+        bottleneck = tuple(zip(*(span for layer in self.layers for span in layer.bottleneck), strict=True))
+        num_layers = len(self.layers)
+
+        def arrays(fields: tuple[tuple[Any, ...], ...]) -> tuple[NDArray[Any], ...]:
+            columns = (np.array(values) for values in fields)
+            return tuple(one.reshape(num_layers, -1, *one.shape[1:]) for one in columns)
+
+        object.__setattr__(self, "columns", Columns(arrays(lora), arrays(bottleneck)))
 
     @property
     def nbytes(self) -> int:
@@ -113,8 +144,7 @@ class PackedAdapter:
 
     def pinned(self) -> "PackedAdapter":
         """The same in pinned memory, from which a GPU copies while the host goes on."""
-        layers = (replace(layer, weights=layer.weights.pin_memory()) for layer in self.layers)
-        return PackedAdapter(tuple(layers))
+        return PackedAdapter(tuple(layer.pinned() for layer in self.layers))
 
     @property
     def has_bottlenecks(self) -> bool:

@@ -8,6 +8,9 @@ other content never meets the old weights. An adapter is held by three counts:
     names       live names that point to it; without one it drains
     references  requests that have not ended; with neither names nor references it is gone, its memory freed
     pins        requests that are running; while there is one, its slot or pages are neither moved nor evicted
+
+Weights set out for the device as soon as a request is queued, where there is room that no other request's adapter has;
+else when its turn comes. What makes room is the least recently used: of what no request needs first.
 """
 
 import logging
@@ -69,6 +72,8 @@ class AdapterPool:
         self.num_slots = num_slots
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._members: dict[str, _Member] = {}
+        self._resident: dict[str, _Member] = {}
+        self._wanted: dict[str, None] = {}  # uids with requests and no place yet, the first to come first
         self._num_uses = 0
 
     def add_name(self, loaded: LoadedAdapter) -> None:
@@ -84,14 +89,21 @@ class AdapterPool:
 
     def retain(self, uid: str) -> None:
         """Takes a request's reference."""
-        self._members[uid].num_references += 1
+        member = self._members[uid]
+        member.num_references += 1
+        if member.residence is None:
+            self._wanted.setdefault(uid)
+            self._prefetch()
 
     def release(self, uid: str) -> None:
         """Gives a request's reference back."""
         member = self._members[uid]
         assert member.num_references > member.num_pins
         member.num_references -= 1
+        if not member.num_references:
+            self._wanted.pop(uid, None)
         self._forget_if_unused(member)
+        self._prefetch()
 
     def num_pages_to_pin(self, uid: str) -> int:
         """Free pages that `pin` would take now: those of virtual tokens that are not resident."""
@@ -106,9 +118,10 @@ class AdapterPool:
         """
         member = self._members[uid]
         if member.residence is None:
-            member.residence = self._load(member)
-            if member.residence is None:
+            residence = self._load(member)
+            if residence is None:
                 return None
+            self._settle(member, residence)
         member.num_pins += 1
         self._touch(member)
         return member.residence
@@ -159,7 +172,7 @@ class AdapterPool:
     @property
     def num_resident(self) -> int:
         """Adapters on the device."""
-        return sum(member.residence is not None for member in list(self._members.values()))
+        return len(self._resident)
 
     def check_integrity(self, references: Mapping[str, int], pins: Mapping[str, int]) -> Counter[int]:
         """Asserts all counts against those of the scheduler's sequences, by uid; returns the pages prefixes hold."""
@@ -169,10 +182,13 @@ class AdapterPool:
             assert member.num_references == references.get(uid, 0) and member.num_pins == pins.get(uid, 0)
             assert member.num_names or member.num_references, "an adapter that nobody needs is kept"
             assert member.residence is not None or not member.num_pins
+            assert uid not in self._wanted or (member.residence is None and member.num_references)
+            assert (member.residence is not None) == (uid in self._resident)
             if member.residence is not None:
                 held.update(member.residence.prefix.pages)
                 slots += [] if member.loaded.weights is None else [member.residence.slot]
         assert set(references) | set(pins) <= set(self._members), "a request's adapter is gone"
+        assert set(self._wanted) <= set(self._members), "an adapter that is gone is waited for"
         assert sorted(slots) == list(range(self.num_slots)), "a slot is lost or has two adapters"
         self._memory.check_integrity()
         return held
@@ -191,9 +207,35 @@ class AdapterPool:
                 self._free_slot(slot)
             raise
 
-    def _load_weights(self, member: _Member, weights: PackedAdapter) -> int:
-        """The slot that they are in; -1 when every slot, or too much memory, is pinned by others."""
-        evictable = [other for other in self._evictable() if other.loaded.weights is not None]
+    def _prefetch(self) -> None:
+        """Sends waiting requests' weights to the device, in order of arrival, while there is room for them.
+
+        Virtual tokens take KV pages, so an adapter that has some comes with its turn.
+        """
+        for uid in list(self._wanted):
+            member = self._members[uid]
+            weights = member.loaded.weights
+            if weights is not None and not member.loaded.num_virtual:
+                try:
+                    slot = self._load_weights(member, weights, beside_waiting=True)
+                except AdapterError:  # logged; its turn brings the next attempt, and the answer if that fails too
+                    slot = None
+                if slot == -1:
+                    return
+                if slot is not None:
+                    self._settle(member, Residence(slot))
+            self._wanted.pop(uid, None)
+
+    def _load_weights(self, member: _Member, weights: PackedAdapter, *, beside_waiting: bool = False) -> int:
+        """The slot that they are in; -1 when every slot, or too much memory, is pinned by others.
+
+        beside_waiting: leave those alone too that waiting requests need.
+        """
+        evictable = [
+            other
+            for other in self._evictable()
+            if other.loaded.weights is not None and not (beside_waiting and other.num_references)
+        ]
         num_evictable_bytes = sum(_weight_bytes(other) for other in evictable)
         if not (self._free_slots or evictable) or not self._memory.fits(weights.nbytes - num_evictable_bytes):
             return -1
@@ -229,16 +271,25 @@ class AdapterPool:
         member.failed = False
 
     def _evictable(self) -> list[_Member]:
-        """Resident adapters that nobody pins, the least recently used first."""
-        members = [one for one in self._members.values() if one.residence is not None and not one.num_pins]
-        return sorted(members, key=lambda member: member.last_use)
+        """Resident adapters that nobody pins, those first that no request needs, then the least recently used first."""
+        members = [one for one in self._resident.values() if not one.num_pins]
+        return sorted(members, key=lambda member: (member.num_references > 0, member.last_use))
+
+    def _settle(self, member: _Member, residence: Residence) -> None:
+        member.residence = residence
+        self._resident[member.loaded.uid] = member
+        self._wanted.pop(member.loaded.uid, None)
+        self._touch(member)
 
     def _evict(self, member: _Member) -> None:
         assert member.residence is not None and not member.num_pins
+        del self._resident[member.loaded.uid]
         if member.loaded.weights is not None:
             self._free_slot(member.residence.slot)
         self._pages.release(member.residence.prefix.pages)
         member.residence = None
+        if member.num_references:
+            self._wanted.setdefault(member.loaded.uid)
 
     def _free_slot(self, slot: int) -> None:
         self._memory.free(slot)
