@@ -245,11 +245,27 @@ def gated_backward(dh_NF: Tensor, gate_NF: Tensor, up_NF: Tensor, activation: st
     _same("dh_NF", dh_NF, gate_NF)
 
 
-def cross_entropy(logits_NV: Tensor, targets_N: Tensor, scale: float = 1.0) -> None:
+def gated_backward_(dh_NF: Tensor, gate_NF: Tensor, up_NF: Tensor, activation: str) -> None:
+    gated_backward(dh_NF, gate_NF, up_NF, activation)
+    overwritten(gate_NF, up_NF)
+
+
+def overwritten(gate_NF: Tensor, up_NF: Tensor) -> None:
+    """Rows may lie apart, as halves of wider ones do."""
+    for name, tensor in (("gate_NF", gate_NF), ("up_NF", up_NF)):
+        if tensor.stride(-1) != 1 or (tensor.dim() > 2 and not tensor.is_contiguous()):
+            raise ValueError(f"{name} isn't contiguous: a tensor that can be overwritten row by row is wanted")
+
+
+def cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> None:
     _tensor("logits_NV", logits_NV, (None, None), TRAINED)
     _tensor("targets_N", targets_N, (logits_NV.shape[0],), INT64, logits_NV)
     if logits_NV.shape[1] and logits_NV.stride(1) != 1:
         raise ValueError("logits_NV has rows that aren't contiguous: contiguous ones are wanted")
+
+
+def cross_entropy_grad(logits_NV: Tensor, targets_N: Tensor, scale: float = 1.0) -> None:
+    cross_entropy(logits_NV, targets_N)
 
 
 def _rows(name: str, tensor: Tensor) -> None:

@@ -33,9 +33,19 @@ TRITON: Mapping[str, str] = MappingProxyType(
         "nf4_linear": "triton.nf4",
         "rms_norm": "triton.norm",
         "sample": "triton.sampling",
+        "seeded_dropout": "triton.dropout",
         "silu_and_mul": "triton.activation",
         "paged_attention": "triton.attention",
         "rope_write_kv": "triton.rope",
+        "add_rms_norm_forward": "triton.training_norm",
+        "rms_norm_forward": "triton.training_norm",
+        "rms_norm_backward": "triton.training_norm",
+        "rotate": "triton.training_rope",
+        "gated": "triton.training_gate",
+        "gated_backward": "triton.training_gate",
+        "gated_backward_": "triton.training_gate",
+        "cross_entropy": "triton.training_loss",
+        "cross_entropy_grad": "triton.training_loss",
     }
 )
 """Operation → module that has its Triton kernel."""

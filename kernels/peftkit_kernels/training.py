@@ -4,7 +4,7 @@ They save what `save_for_backward` says and nothing else, so they run under acti
 and FakeTensorMode. Norm weights, cosines and sines get no gradient. N rows, H hidden, F feed-forward width, Q query
 heads, K KV heads, D head size.
 """
-# pyright: reportIncompatibleMethodOverride=false  # a Function's backward names what it gets
+# pyright: reportIncompatibleMethodOverride=false
 
 from typing import Any
 
@@ -22,9 +22,9 @@ rms_norm_backward = dispatched(checks.rms_norm_backward)(training_steps.rms_norm
 rotate = dispatched(checks.rotate)(training_steps.rotate)
 gated = dispatched(checks.gated)(training_steps.gated)
 gated_backward = dispatched(checks.gated_backward)(training_steps.gated_backward)
-gated_backward_ = dispatched(checks.gated_backward)(training_steps.gated_backward_)
+gated_backward_ = dispatched(checks.gated_backward_)(training_steps.gated_backward_)
 cross_entropy = dispatched(checks.cross_entropy)(training_steps.cross_entropy)
-cross_entropy_grad = dispatched(checks.cross_entropy)(training_steps.cross_entropy_grad)
+cross_entropy_grad = dispatched(checks.cross_entropy_grad)(training_steps.cross_entropy_grad)
 
 
 def rms_norm_grad(x_NH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -55,8 +55,10 @@ def gated_grad(gate_NF: Tensor, up_NF: Tensor, activation: str, *, overwrite: bo
     """Gated activation: h = activation(gate) * up (Shazeer 2020), activation one of "silu", "gelu_tanh" and "gelu".
 
     Saves gate and up. With `overwrite` backward writes their gradients over them: for tensors that nobody else reads
-    after this call. A second backward then raises RuntimeError.
+    after this call, with contiguous rows. A second backward then raises RuntimeError.
     """
+    if overwrite:
+        checks.overwritten(gate_NF, up_NF)
     return _Gated.apply(gate_NF, up_NF, activation, overwrite)
 
 
@@ -84,7 +86,8 @@ class _AddRmsNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_NH: Tensor | None, dsum_NH: Tensor | None) -> tuple[Tensor | None, ...]:
-        dx_NH = dsum_NH if dy_NH is None else rms_norm_backward(dy_NH, *ctx.saved_tensors, dsum_NH)
+        sum_NH, weight_H, scale_N = ctx.saved_tensors
+        dx_NH = dsum_NH if dy_NH is None else rms_norm_backward(dy_NH, sum_NH, weight_H, scale_N, dsum_NH)
         return dx_NH, dx_NH, None, None
 
 

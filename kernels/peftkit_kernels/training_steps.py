@@ -122,6 +122,6 @@ def _activated(gate: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     if activation == "silu":
         share = torch.sigmoid(gate)
         return gate * share, share * (1 + gate * (1 - share))
-    root = 2 * math.sqrt(2 / math.pi)
-    share = torch.sigmoid(root * gate * (1 + 0.044715 * gate * gate))
-    return gate * share, share + gate * share * (1 - share) * root * (1 + 3 * 0.044715 * gate * gate)
+    root, near = 2 * math.sqrt(2 / math.pi), gate.clamp(-30, 30)  # beyond, the share is 0 or 1
+    share = torch.sigmoid(root * near * (1 + 0.044715 * near * near))
+    return gate * share, share + near * share * (1 - share) * root * (1 + 3 * 0.044715 * near * near)
