@@ -45,18 +45,19 @@ class Config:
     per_sm: int = 0
     """Programs wanted for each multiprocessor, which the number of a row's shares follows from."""
     shares: int = 1
-    """Least number of a row's shares: programs that end one after another even out the last wave and long requests."""
+    """Least number of a row's shares, so that a long request among many isn't the last to end."""
     share: int = 0
-    """Decode: least positions of a share. Steady: positions of a span, which bits depend on."""
+    """Decode: least positions of a share, and half of those that aren't shared. Steady: positions of a span, which bits
+    depend on."""
 
 
 CONFIGS: Mapping[tuple[Kind, int], Config] = MappingProxyType(
     {
         ("few", 80): Config(16, 64, 4, 3, per_sm=2, share=128),
-        ("few", 90): Config(16, 64, 4, 3, per_sm=2, share=128),
+        ("few", 90): Config(16, 64, 4, 3, per_sm=1, share=128),
         ("few", 100): Config(16, 64, 4, 3, per_sm=2, share=128),
         ("decode", 80): Config(16, 32, 1, 4, per_sm=2, shares=4, share=256),
-        ("decode", 90): Config(16, 32, 1, 4, per_sm=2, shares=4, share=256),
+        ("decode", 90): Config(16, 32, 1, 3, per_sm=2, shares=4, share=2048),
         ("decode", 100): Config(16, 32, 1, 4, per_sm=2, shares=4, share=256),
         ("prefill", 80): Config(128, 32, 8, 3),
         ("prefill", 90): Config(128, 128, 8, 2),
@@ -87,7 +88,7 @@ def candidates(kind: Kind) -> list[Config]:
             (64, 4, 4),
             (128, 4, 3),
         )
-        splits = ((2, 1, 128), (2, 1, 256), (4, 1, 128), (2, 4, 256), (2, 8, 256), (4, 4, 256))
+        splits = ((1, 1, 128), (1, 1, 256), (2, 1, 128), (4, 1, 64), (2, 4, 256), (2, 4, 2048))
         return [Config(16, *cut, *split) for cut, split in product(cuts, splits)]
     if kind == "prefill":
         tiles = ((128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 32, 8, 4))
@@ -200,7 +201,7 @@ def _decode(batch: _Batch, *, each_row: bool) -> None:
     few = rows * batch.num_kv < 2 * _multiprocessors(batch.q.device)
     config = batch.config("few" if few else "decode")
     shares = batch.num_shares(rows, config) if rows * batch.num_kv <= _COUNTERS else 1
-    decode_kernel[(batch.num_kv, shares, rows)](
+    decode_kernel[(batch.num_kv, rows, shares)](
         *batch.tensors,
         *batch.partial(rows if shares > 1 else 0, shares),
         min_share=config.share,

@@ -49,12 +49,13 @@ def decode_kernel(
     BLOCK_D: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FOLD: tl.constexpr,
     EACH_ROW: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Grid (K, shares, X). EACH_ROW: X = T ≤ N, all rows; else X = N, the rows of the requests that have just one.
+    """Grid (K, X, shares). EACH_ROW: X = T ≤ N, all rows; else X = N, the rows of the requests that have just one.
 
-    A row's positions are shared out evenly, in blocks of BLOCK_N and at least `min_share` to a program; the programs
-    that are left over leave at once. `arrived` counts a row's finished shares, and is zero again at the end.
+    A row's positions are shared out evenly, in blocks of BLOCK_N and at least `min_share` to a program, and not at all
+    up to twice that. The programs that are left over come last and leave at once. `arrived` counts a row's finished
+    shares, and is zero again at the end.
     """
-    head, share, index = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head, index, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n, row = index, index
     if EACH_ROW:
         if (tl.load(cu_seqlens + index) != index) | (tl.load(cu_seqlens + index + 1) != index + 1):
@@ -72,8 +73,8 @@ def decode_kernel(
     if WINDOW:
         num_virtual = tl.load(virtual + n)
         begin = tl.maximum(end - window, 0) // BLOCK_N * BLOCK_N
-    share_size = tl.cdiv(tl.cdiv(end - begin, tl.num_programs(1)), BLOCK_N) * BLOCK_N
-    share_size = tl.maximum(share_size, min_share)
+    share_size = tl.cdiv(tl.cdiv(end - begin, tl.num_programs(2)), BLOCK_N) * BLOCK_N
+    share_size = tl.maximum(share_size, tl.where(end - begin <= 2 * min_share, 2 * min_share, min_share))
     num_shares = tl.cdiv(end - begin, share_size)
     if share >= num_shares:
         return
@@ -106,7 +107,7 @@ def decode_kernel(
         tl.store(out_row + offs_m[:, None] * HEAD + offs_d[None, :], y.to(out.dtype.element_ty), mask=live)
     else:
         counter = index.to(tl.int64) * NUM_KV + head
-        slot = counter * tl.num_programs(1)
+        slot = counter * tl.num_programs(2)
         at_stat = stat + (slot + share) * (2 * GROUP) + offs_m
         tl.store(at_stat, top, mask=offs_m < GROUP)
         tl.store(at_stat + GROUP, total, mask=offs_m < GROUP)
