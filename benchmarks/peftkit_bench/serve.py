@@ -1,7 +1,6 @@
 """The engine's throughput (S1) and decode latency (S2) over a random base, beside vLLM's of the same session."""
 
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -9,21 +8,22 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from peftkit.base import BaseInfo, Quant
+from peftkit_bench.provenance import commit, hardware, versions
 from peftkit_bench.serve_inputs import SHAPES, random_adapters, random_tensors, workload, write_base
-from peftkit_bench.timing import card
 from peftkit_serve import Engine, Request, SamplingParams
 
 HEADERS = ("case", "adapters", "rows", "figure", "ours", "vLLM", "floor")
 _READ_BYTES_PER_S = 4.64e12  # a read-only stream on one H200
 _MAX_POSITIONS = 8192
 _RANK = 16
+_SHORT_S = 10.0
+"""A throughput case that takes less is repeated; of a longer one the rates of its parts give an interval."""
+_PARTS = 10
 
 Line = dict[str, Any]
 
@@ -38,12 +38,49 @@ class Settings:
     max_tokens: int = 128
     adapters: Sequence[int] = (0, 1, 8, 32, 128)
     batches: Sequence[int] = (1, 8, 64, 256)
-    repeats: int = 3
+    repeats: int = 5
+    """Of each half of a decode case, and of a throughput case that is short."""
     max_requests: int = 256
     max_tokens_per_step: int = 2048
     device: str = "auto"
     deterministic: bool = False
     num_pages: int | None = None
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One run: of each step its end, in seconds, and the tokens that it drew."""
+
+    ends: Sequence[tuple[float, int]]
+
+    @property
+    def seconds(self) -> float:
+        return self.ends[-1][0]
+
+    @property
+    def steps(self) -> int:
+        return len(self.ends)
+
+    def part_rates(self) -> list[float]:
+        """Tokens/s of parts with as many steps each."""
+        edges = [round(part * self.steps / _PARTS) for part in range(_PARTS + 1)]
+        times = [0.0, *(end for end, _ in self.ends)]
+        return [
+            sum(number for _, number in self.ends[start:end]) / (times[end] - times[start])
+            for start, end in pairwise(edges)
+            if end > start
+        ]
+
+
+def _throughput_spread(runs: Sequence[_Run], num_out: int) -> Line:
+    """The range of repeats; of a single run an interval of 95 % by the rates of its parts."""
+    rates = [num_out / run.seconds for run in runs]
+    line: Line = {"min_tok_s": round(min(rates), 1), "max_tok_s": round(max(rates), 1), "repeats": len(rates)}
+    parts = runs[0].part_rates()
+    if len(runs) == 1 and len(parts) > 1:
+        half = 1.96 * statistics.stdev(parts) / len(parts) ** 0.5
+        line |= {"low_tok_s": round(rates[0] - half, 1), "high_tok_s": round(rates[0] + half, 1)}
+    return line
 
 
 class Bench:
@@ -85,7 +122,10 @@ class Bench:
         settings = self.settings
         self._warm(adapters)
         work = workload(settings.requests, adapters, dist, self.engine.spec.vocab_size)
-        seconds, steps = self._run(work, settings.max_tokens)
+        runs = [self._run(work, settings.max_tokens)]
+        while runs[0].seconds < _SHORT_S and len(runs) < settings.repeats:
+            runs.append(self._run(work, settings.max_tokens))
+        seconds = statistics.median(run.seconds for run in runs)
         num_prompt, num_out = sum(len(prompt) for prompt, _ in work), settings.max_tokens * len(work)
         return {
             "case": "throughput",
@@ -95,8 +135,9 @@ class Bench:
             "prompt_tokens": num_prompt,
             "output_tokens": num_out,
             "seconds": round(seconds, 3),
-            "steps": steps,
+            "steps": runs[0].steps,
             "out_tok_s": round(num_out / seconds, 1),
+            **_throughput_spread(runs, num_out),
             "total_tok_s": round((num_prompt + num_out) / seconds, 1),
         }
 
@@ -105,9 +146,12 @@ class Bench:
         vocab = self.engine.spec.vocab_size
         work = [([12 + row % (vocab - 12)] * context, row % adapters if adapters else None) for row in range(batch)]
         self._run(work, steps + 1)
-        repeats = range(self.settings.repeats)
-        one, many = (statistics.median(self._run(work, count)[0] for _ in repeats) for count in (1, steps + 1))
+        pairs = [
+            tuple(self._run(work, count).seconds for count in (1, steps + 1)) for _ in range(self.settings.repeats)
+        ]
+        one, many = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
         step_s = (many - one) / steps
+        each_ms = [1e3 * (pair[1] - pair[0]) / steps for pair in pairs]
         floor_s = self._step_bytes(batch, min(batch, adapters), context + steps // 2) / _READ_BYTES_PER_S
         return {
             "case": "decode",
@@ -116,24 +160,32 @@ class Bench:
             "distinct": min(batch, adapters),
             "context": context,
             "step_ms": round(1e3 * step_s, 3),
+            "min_ms": round(min(each_ms), 3),
+            "max_ms": round(max(each_ms), 3),
+            "repeats": len(pairs),
             "tok_s": round(batch / step_s, 1),
             "prefill_ms": round(1e3 * one, 2),
             "floor_ms": round(1e3 * floor_s, 3),
             "of_floor": round(floor_s / step_s, 3),
         }
 
-    def _run(self, work: Sequence[tuple[list[int], int | None]], max_tokens: int) -> tuple[float, int]:
-        """Seconds and steps until all have so many tokens."""
+    def _run(self, work: Sequence[tuple[list[int], int | None]], max_tokens: int) -> "_Run":
+        """All requests at once, until all have so many tokens."""
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         requests = [
             Request(prompt=prompt, adapter=None if n is None else f"a{n}", request_id=str(row), sampling=params)
             for row, (prompt, n) in enumerate(work)
         ]
-        before, begun = self.engine.stats()["steps"], time.perf_counter()
-        outputs = list(self.engine.generate(requests))
-        seconds = time.perf_counter() - begun
-        assert all(len(output.token_ids) == max_tokens for output in outputs) and len(outputs) == len(work)
-        return seconds, self.engine.stats()["steps"] - before
+        begun, steps = time.perf_counter(), list[tuple[float, int]]()
+        for request in requests:
+            self.engine.add_request(request)
+        while self.engine.has_work():
+            outputs = self.engine.step()
+            assert all(output.finish_reason in (None, "length") for output in outputs)
+            steps.append((time.perf_counter() - begun, len(outputs)))
+        assert sum(number for _, number in steps) == max_tokens * len(work)
+        self.engine.check_integrity()
+        return _Run(steps)
 
     def _warm(self, adapters: int) -> None:
         self._run([([11] * 16, n) for n in range(adapters)] or [([11] * 16, None)], 2)
@@ -175,9 +227,14 @@ def peer_lines(program: Path, settings: Settings) -> Iterator[Line]:
 
 def facts(settings: Settings) -> Line:
     """What all lines of a run share."""
-    hardware: Line = card() if torch.cuda.is_available() else {"cpu": platform.processor() or platform.machine()}
-    versions = {name: version(name) for name in ("peftkit", "torch", "transformers")}
-    return {"hardware": hardware, "versions": versions, "shape": settings.shape, "quant": settings.quant, "seed": 0}
+    return {
+        "hardware": hardware(settings.device),
+        "versions": versions(("peftkit", "torch", "triton", "transformers")),
+        "commit": commit(),
+        "seed": 0,
+        "shape": settings.shape,
+        "quant": settings.quant,
+    }
 
 
 def rows(lines: Sequence[Mapping[str, Any]], peers: Sequence[Mapping[str, Any]]) -> list[list[object]]:

@@ -75,7 +75,12 @@ def kernels(
 
 @app.command()
 def serve(
-    shape: str = typer.Option("8b", "--shape", help="8b, 1b or toy: sizes of a Llama with random weights."),
+    shape: str | None = typer.Option(
+        None,
+        "--shape",
+        help="8b, 1b or toy: sizes of a Llama with random weights; with --http also the name of a base. "
+        "8b where there is a GPU, else toy.",
+    ),
     quant: str = typer.Option("none", "--quant", help="none or nf4."),
     adapters: str = typer.Option("0,1,8,32,128", "--adapters", help="Numbers of LoRAs of rank 16, with commas."),
     batches: str = typer.Option("1,8,64,256", "--batches", help="Sequences of the decode cases, with commas."),
@@ -84,16 +89,32 @@ def serve(
     device: str = typer.Option("auto", "--device", help="auto, cuda or cpu."),
     num_pages: int | None = typer.Option(None, "--num-pages", help="KV memory in pages of 16 tokens.", min=1),
     peer: Path | None = typer.Option(None, "--peer", help="vLLM's program, which is run afterwards.", metavar="FILE"),
+    http: bool = typer.Option(
+        False, "--http", help="Measure the HTTP service instead: its cost over the engine, and tenants' shares."
+    ),
+    streams: str = typer.Option("16,64,256", "--streams", help="With --http: streams at a time, with commas."),
+    seconds: float = typer.Option(60.0, "--seconds", help="With --http: length of the tenants' cases.", min=1),
     out: Path | None = typer.Option(None, "--out", help="A file that each line is also written to.", metavar="FILE"),
-    quick: bool = typer.Option(False, "--quick", help="Base only, 8 and 64 adapters; 256 requests; once each."),
+    quick: bool = typer.Option(
+        False,
+        "--quick",
+        help="Base only, 8 and 64 adapters; 256 requests; fewer repeats. With --http: shorter answers, 20 seconds.",
+    ),
 ) -> None:
-    """Measure the engine's throughput (S1) and decode latency (S2) with many adapters, beside vLLM."""
+    """Measure the engine's throughput (S1) and decode latency (S2) with many adapters, beside vLLM; with --http what
+    the service costs over the engine (S6) and whether it is fair (S7)."""
+    from peftkit.base import auto_device
     from peftkit_bench import serve as bench
 
-    if shape not in bench.SHAPES:
+    shape = shape or ("8b" if auto_device(device).type == "cuda" else "toy")
+    if shape not in bench.SHAPES and not http:
         raise InputError(f"--shape {shape}: it must be one of {', '.join(bench.SHAPES)}", field="shape")
     if quant not in ("none", "nf4"):
         raise InputError(f"--quant {quant}: it must be none or nf4", field="quant")
+    if http:
+        counts = _counts("--streams", streams, least=1)
+        _serve_http(shape, quant, device, num_pages, counts, seconds, quick=quick, out=out)
+        return
     settings = bench.Settings(
         shape=shape,
         quant=quant,
@@ -101,7 +122,7 @@ def serve(
         max_tokens=max_tokens,
         adapters=(0, 8, 64) if quick else _counts("--adapters", adapters, least=0),
         batches=_counts("--batches", batches, least=1),
-        repeats=1 if quick else 3,
+        repeats=1 if quick else 5,
         device=device,
         num_pages=num_pages,
     )
@@ -115,6 +136,21 @@ def serve(
     output.emit(
         {**shared, "cases": lines, "peers": peers}, lambda: output.table(bench.HEADERS, bench.rows(lines, peers))
     )
+
+
+def _serve_http(
+    shape: str, quant: Any, device: str, num_pages: int | None, streams: tuple[int, ...], seconds: float,
+    *, quick: bool, out: Path | None,
+) -> None:  # fmt: skip
+    """Measures the service, writes each line as it comes, then the table."""
+    from peftkit_bench import serve_http as bench
+
+    settings = bench.settings_of(shape, quant, device, num_pages, streams, seconds, quick=quick)
+    shared, lines = bench.facts(settings), list[dict[str, Any]]()
+    for line in bench.measure(settings):
+        lines.append(line)
+        _write_line({**line, **shared}, out)
+    output.emit({**shared, "cases": lines}, lambda: output.table(bench.HEADERS, bench.rows(lines)))
 
 
 @app.command()

@@ -1,0 +1,133 @@
+"""The server of `peftkit bench serve --http`: a process as `peftkit serve` starts it, over a base made on the spot.
+
+It reads JSON lines on stdin and answers on stdout: first what to serve, answered by its address and the tenants' keys;
+then each time what to do with the same engine without HTTP, while no client asks. It ends when stdin does.
+"""
+
+import asyncio
+import json
+import os
+import resource
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from peftkit.base import BaseInfo, Fingerprint
+from peftkit_bench.serve_inputs import SHAPES, random_tensors, write_base
+from peftkit_serve import AsyncEngine, Engine, Request, SamplingParams
+from peftkit_serve.http import Settings, bind, create_app, serve, url_of, write_json_lines
+from peftkit_serve.tenants.database import Database
+from peftkit_serve.tenants.fair_share import FairShare
+from peftkit_serve.tenants.records import Limits
+
+MODEL = "base"
+ENGINE = "peftkit-engine"
+"""The name of the thread that drives the engine."""
+
+
+class _RandomBase(BaseInfo):
+    """A base whose weights lie in no file."""
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint("LlamaForCausalLM", config="", weights="", tokenizer="")
+
+
+def make_engine(asked: dict[str, Any], folder: Path) -> Engine:
+    """An engine over a random base of a shape, whose config and tokenizer go to `folder`, or over the base of that
+    name."""
+    sizes = {name: asked[name] for name in ("quant", "device", "max_requests", "max_tokens_per_step", "num_pages")}
+    if asked["shape"] not in SHAPES:
+        return Engine(asked["shape"], policy=FairShare(), **sizes)
+    base = _RandomBase(MODEL, write_base(folder, SHAPES[asked["shape"]], asked["max_positions"]))
+    return Engine(base, policy=FairShare(), source=random_tensors, **sizes)
+
+
+def add_tenants(database: Database, names: Sequence[str]) -> dict[str, str]:
+    """Tenants with a key each, and default limits."""
+    keys: dict[str, str] = {}
+    for name in names:
+        database.add_tenant(name, Limits(), ["*"])
+        keys[name] = database.add_key(name).text
+    return keys
+
+
+async def run_alone(engine: AsyncEngine, requests: Sequence[dict[str, Any]], streams: int) -> dict[str, Any]:
+    """The client's plan of streams, by `AsyncEngine` alone; the same figures."""
+    following = iter(requests)
+    times: list[dict[str, Any]] = []
+
+    async def stream(following: Iterator[dict[str, Any]]) -> None:
+        for one in following:
+            params = SamplingParams(temperature=0.0, max_tokens=one["max_tokens"], ignore_eos=True)
+            request = Request(prompt=one["prompt"], sampling=params, tenant=one["tenant"])
+            sent, events, tokens = time.perf_counter(), list[float](), 0
+            async for output in engine.generate(request):
+                if len(output.token_ids) > tokens:
+                    events.append(time.perf_counter())
+                    tokens = len(output.token_ids)
+            times.append(
+                {"index": one["index"], "sent": sent, "status": 200, "events": events, "tokens": tokens, "fault": ""}
+            )
+
+    begun, begun_cpu = time.perf_counter(), time.thread_time()
+    await asyncio.gather(*(stream(following) for _ in range(streams)))
+    ended, cpu = time.perf_counter(), time.thread_time() - begun_cpu
+    return {"begun": begun, "ended": ended, "loop_cpu_s": cpu, "times": times}
+
+
+def obey(engine: AsyncEngine) -> None:
+    """Runs on a thread of its own until stdin ends. Asked nothing, it says what the threads have computed so far."""
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if not asked:
+            threads = {thread.name: thread.ident for thread in threading.enumerate()}
+            say({name: _cpu_s(threads[thread]) for name, thread in (("loop", "MainThread"), ("engine", ENGINE))})
+            continue
+        say(asyncio.run(run_alone(engine, asked["requests"], asked["streams"])))
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _cpu_s(thread: int | None) -> float:
+    assert thread is not None
+    return time.clock_gettime(time.pthread_getcpuclockid(thread))
+
+
+def say(answer: dict[str, Any]) -> None:
+    """One line to who started this."""
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Serves until stdin ends."""
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    asked = json.loads(sys.stdin.readline())
+    begun = time.perf_counter()
+    with bind("127.0.0.1", 0, any_client=False) as listener, tempfile.TemporaryDirectory() as folder:
+        engine = AsyncEngine(make_engine(asked, Path(folder)))
+        made = time.perf_counter() - begun
+        settings = Settings(store=Path(folder) / "store", max_waiting=4096, drain_timeout_s=0.0)
+        app = create_app(engine, served_name=MODEL, settings=settings)
+        keys = add_tenants(app.state.database, asked["tenants"])
+        write_json_lines()
+
+        def ready() -> None:
+            say({
+                "url": url_of(listener), "keys": keys, "engine_s": made, "start_s": time.perf_counter() - begun,
+                "vocab": engine.engine.spec.vocab_size, "pages": engine.stats()["pages_total"],
+            })  # fmt: skip
+            threading.Thread(target=obey, args=(engine,), daemon=True).start()
+
+        serve(app, listener, ready)
+
+
+if __name__ == "__main__":
+    main()
