@@ -82,9 +82,14 @@ def test_a_deterministic_row_has_the_same_bits_in_any_company(seed: int, interpr
     assert torch.equal(module.nf4_linear(x[3:20], *parts, 6, deterministic=True), together[3:20])
 
 
-def test_a_row_over_several_steps_and_a_ragged_end(seed: int, assert_near: Near, interpreter: Interpreter) -> None:
+def test_a_row_over_several_tiles_and_steps_and_ragged_ends(
+    seed: int, assert_near: Near, interpreter: Interpreter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = interpreter("nf4")
-    with module.override(module.One(outs=2, halves=4, num_warps=1, num_stages=1)):
+    monkeypatch.setattr(module, "_MULTIPROCESSORS", {9: 2})
+    with module.override(module.One(outs=2, halves=16, num_warps=1, per_sm=1)):
+        check_linear(module, assert_near, 1, 9, 320, torch.float32)
+    with module.override(module.One(outs=2, halves=4, num_warps=1, per_sm=1)):
         check_linear(module, assert_near, 1, 5, 320, torch.float16)
 
 

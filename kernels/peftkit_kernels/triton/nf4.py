@@ -49,7 +49,8 @@ class One:
     halves: int
     """Half blocks of 32 inputs at a time, one a thread."""
     num_warps: int
-    num_stages: int
+    per_sm: int
+    """Programs a multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Flat:
 
 
 FLAT = Flat(words=512, num_warps=4)
-ONE = One(outs=16, halves=128, num_warps=4, num_stages=1)
+ONE = One(outs=8, halves=128, num_warps=4, per_sm=4)
 
 CONFIGS: Mapping[tuple[int, int], Config] = MappingProxyType(
     {
@@ -155,10 +156,10 @@ def _one_row(x_TI: Tensor, quantised: Sequence[Tensor], bias_O: Tensor | None, y
     x_TI = x_TI.contiguous()
     if x_TI.data_ptr() % 8:  # inputs are read four at a time
         x_TI = x_TI.clone()
-    outs, wanted = config.outs, 8 * _MULTIPROCESSORS.get(_major(x_TI.device), 148) // config.num_warps
+    outs, wanted = config.outs, config.per_sm * _MULTIPROCESSORS.get(_major(x_TI.device), 148)
     while outs > 1 and triton.cdiv(out_features, outs) < wanted:
         outs //= 2
-    one[(triton.cdiv(out_features, outs),)](
+    one[(min(wanted, triton.cdiv(out_features, outs)),)](
         x_TI,
         quantised[0].view(torch.int32),
         *quantised[1:],
@@ -168,7 +169,6 @@ def _one_row(x_TI: Tensor, quantised: Sequence[Tensor], bias_O: Tensor | None, y
         IN=x_TI.shape[1],
         OUTS=outs,
         HALVES=config.halves,
-        STAGES=config.num_stages,
         HAS_BIAS=bias_O is not None,
         ON_GPU=x_TI.is_cuda,
         num_warps=config.num_warps,
@@ -357,9 +357,8 @@ def candidates(kind: str) -> Iterator[Config | One | Flat]:
     if not rows:
         yield from (Flat(32 * num_warps * each, num_warps) for num_warps in (2, 4, 8) for each in (1, 2, 4, 8))
     elif rows == 1:
-        for outs, halves, num_warps in _ONE_CUTS:
-            for num_stages in (1, 2) if halves == 32 else (1,):
-                yield One(outs, halves, num_warps, num_stages)
+        for outs, halves, num_warps, per_sm in _ONE_CUTS:
+            yield One(outs, halves, num_warps, per_sm)
         yield Config(rows=16, outs=64, unroll=1, num_warps=2, num_stages=6)
     else:
         padded = max(16, triton.next_power_of_2(rows))
@@ -370,10 +369,11 @@ def candidates(kind: str) -> Iterator[Config | One | Flat]:
 
 
 _ONE_CUTS = (
-    (4, 128, 4), (8, 128, 4), (16, 128, 4), (8, 64, 2), (16, 64, 2), (8, 256, 8), (16, 256, 8), (16, 64, 4),
-    (32, 64, 4), (8, 32, 1), (16, 32, 2), (32, 32, 4), (64, 32, 4), (64, 32, 8), (128, 32, 8),
+    (4, 128, 4, 4), (8, 128, 4, 3), (8, 128, 4, 4), (8, 128, 4, 5), (16, 128, 4, 3), (16, 128, 4, 4), (8, 128, 4, 100),
+    (16, 128, 4, 100), (4, 64, 2, 8), (8, 64, 2, 6), (8, 64, 2, 8), (16, 64, 2, 6), (8, 256, 8, 2), (4, 256, 8, 3),
+    (8, 64, 4, 4), (16, 64, 4, 4), (4, 128, 4, 6), (2, 128, 4, 8),
 )  # fmt: skip
-"""Outputs a program, half blocks at a time, warps."""
+"""Outputs a tile, half blocks at a time, warps, programs a multiprocessor."""
 
 
 @contextmanager
@@ -430,7 +430,7 @@ def specimens() -> Iterator[Specimen]:
             pointers = {"x": dtype, **quantised, "code": "*i16", "bias": dtype, "sums": "*fp32"}
             signature = {**pointers, "num_rows": "i32", "x_stride": "i32", **dict.fromkeys(constants, "constexpr")}
             yield Specimen(_linear, signature, constants, config.num_warps, config.num_stages)
-        constants = {"OUT": 28672, "IN": 4096, "OUTS": ONE.outs, "HALVES": ONE.halves, "STAGES": ONE.num_stages}
+        constants = {"OUT": 28672, "IN": 4096, "OUTS": ONE.outs, "HALVES": ONE.halves}
         constants |= {"HAS_BIAS": False, "ON_GPU": True}
         signature = {"x": dtype, **quantised, "code": "*i32", "bias": dtype, "y": dtype}
         signature |= dict.fromkeys(constants, "constexpr")
