@@ -1,6 +1,7 @@
 """`peftkit serve`: one base and its adapters over HTTP, until SIGTERM or Ctrl-C."""
 
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -47,6 +48,12 @@ def command(
     root: Annotated[
         list[Path] | None, typer.Option(metavar="DIR", help="A folder whose adapters may be registered by path.")
     ] = None,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Send OpenTelemetry traces there; the standard OTEL_* variables hold as well."
+        ),
+    ] = None,
 ) -> None:
     """Serve one base and its adapters with the OpenAI API. Prints one line when it is ready to answer."""
     named = [_named(spec) for spec in adapter or []]
@@ -55,11 +62,14 @@ def command(
     from peftkit_serve import AsyncEngine, Engine
     from peftkit_serve.http import Settings, bind, create_app, is_loopback, serve, url_of, write_json_lines
     from peftkit_serve.http.access import Caller
+    from peftkit_serve.http.tracing import open_provider
     from peftkit_serve.tenants.fair_share import FairShare
     from peftkit_serve.tenants.places import database_of, has_tenants, store_of
 
     database = database_of(db, store)
-    with bind(host, port, any_client=no_auth or has_tenants(database)) as listener:
+    with bind(host, port, any_client=no_auth or has_tenants(database)) as listener, ExitStack() as at_end:
+        if tracer_provider := open_provider(otlp_traces_endpoint):
+            at_end.callback(tracer_provider.shutdown)
         engine = Engine(base, quant=quant, deterministic=deterministic, policy=FairShare())
         served_name = name_of(engine.base)
         _add_named(engine, served_name, named)
@@ -73,7 +83,9 @@ def command(
             open_admin=local,
             require_key=not local and not no_auth,
         )
-        app = create_app(AsyncEngine(engine), served_name=served_name, settings=settings)
+        app = create_app(
+            AsyncEngine(engine), served_name=served_name, settings=settings, tracer_provider=tracer_provider
+        )
         url = url_of(listener)
         write_json_lines()
 

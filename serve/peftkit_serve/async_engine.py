@@ -12,10 +12,11 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,19 +61,24 @@ class _Stream:
     last: RequestOutput
     pending: RequestOutput | None = None
     """What its reader has not taken. A reader that is slow finds one output with all that is new, not a row of them."""
-    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    reader: asyncio.Future[None] | None = None
+    """Who waits for the next one."""
+    started: float | None = None
+    """When the first step with it began."""
 
     def put(self, output: RequestOutput) -> None:
         """On the reader's loop."""
         if self.pending is not None:
             output = replace(output, delta=self.pending.delta + output.delta)
         self.pending = output
-        self.arrived.set()
+        if self.reader is not None and not self.reader.done():
+            self.reader.set_result(None)
 
     async def get(self) -> RequestOutput:
         """The next output."""
-        await self.arrived.wait()
-        self.arrived.clear()
+        if self.pending is None:
+            self.reader = self.loop.create_future()
+            await self.reader
         output, self.pending = self.pending, None
         assert output is not None
         return output
@@ -86,6 +92,7 @@ class AsyncEngine:
         """For what any thread may ask: `base`, `spec`, `tokenizer`, `room`, `stats`, `adapters.names`, `get`, `uid`."""
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
+        self._unstarted: dict[str, _Stream] = {}
         self._drains: list[tuple[str, Future[None]]] = []
         self._lock = threading.Lock()  # no command is posted once the thread has begun to end
         self._open = False
@@ -121,10 +128,11 @@ class AsyncEngine:
         ended = False
         try:
             await self._call(lambda: self._begin(request, stream))
-            while not ended:
-                output = await stream.get()
-                ended = output.finish_reason is not None
+            output = replace(await stream.get(), started=stream.started)
+            while not (ended := output.finish_reason is not None):
                 yield output
+                output = await stream.get()
+            yield output
         finally:
             if not ended:
                 self._post(_Command(lambda: self._abandon(request.request_id, stream), Future()))
@@ -200,7 +208,10 @@ class AsyncEngine:
     def _drive(self) -> None:
         """Commands and steps in turn, until told to stop."""
         while self._obey():
-            self._deliver(self.engine.step())
+            begin = time.monotonic()
+            outputs = self.engine.step()
+            self._note_starts(begin)
+            self._deliver(outputs)
             self._settle_drains()
 
     def _obey(self) -> bool:
@@ -223,13 +234,21 @@ class AsyncEngine:
 
     def _begin(self, request: Request, stream: _Stream) -> None:
         self.engine.add_request(request)
-        self._streams[request.request_id] = stream
+        self._streams[request.request_id] = self._unstarted[request.request_id] = stream
 
     def _abandon(self, request_id: str, stream: _Stream) -> None:
         """The client is gone. Another request may have this id by now: it is told apart by its stream."""
         if self._streams.get(request_id) is stream:
             del self._streams[request_id]
+            self._unstarted.pop(request_id, None)
             self.engine.abort(request_id)
+
+    def _note_starts(self, begin: float) -> None:
+        """Books the step that began at `begin` as the first one of all that waited and don't any more."""
+        if self._unstarted:
+            waiting = {live.request_id for live in self.engine._scheduler.waiting}
+            for request_id in self._unstarted.keys() - waiting:
+                self._unstarted.pop(request_id).started = begin
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
         """Hands each output to its stream, waking each loop once."""

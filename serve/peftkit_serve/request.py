@@ -118,3 +118,5 @@ class RequestOutput:
     """One for each of `token_ids`, where they were asked for."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each token of the prompt after the first, where they were asked for."""
+    started: float | None = None
+    """When the first step with this request began, by `time.monotonic`; the first output of an `AsyncEngine` has it."""

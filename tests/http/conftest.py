@@ -179,9 +179,13 @@ def database_url(tmp_path: Path) -> str:
 
 
 @contextmanager
-def serving(engine: Engine, served_name: str = "tiny", **settings: Any) -> Iterator[Served]:
+def serving(
+    engine: Engine, served_name: str = "tiny", *, tracer_provider: Any = None, **settings: Any
+) -> Iterator[Served]:
     """Serves an engine from a thread."""
-    app = create_app(AsyncEngine(engine), served_name=served_name, settings=Settings(**settings))
+    app = create_app(
+        AsyncEngine(engine), served_name=served_name, settings=Settings(**settings), tracer_provider=tracer_provider
+    )
     listener = bind("127.0.0.1", 0, any_client=False)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=2))
     thread = threading.Thread(target=server.run, args=([listener],))

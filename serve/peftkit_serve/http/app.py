@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import anyio.to_thread
 from fastapi import Depends, FastAPI, Response
@@ -22,19 +23,30 @@ from peftkit_serve.http.answers import Status
 from peftkit_serve.http.guard import Guard
 from peftkit_serve.http.service import Service
 from peftkit_serve.http.settings import Settings
+from peftkit_serve.http.tracing import Tracing, fastapi_telemetry
 from peftkit_serve.http.watch import Watcher
 from peftkit_serve.tenants.catalog import Catalog
 from peftkit_serve.tenants.content import Contents
 from peftkit_serve.tenants.database import Database
 from peftkit_serve.tenants.shelf import Shelf
 
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
+
 logger = logging.getLogger(__name__)
 
 
-def create_app(async_engine: AsyncEngine, *, served_name: str, settings: Settings | None = None) -> FastAPI:
+def create_app(
+    async_engine: AsyncEngine,
+    *,
+    served_name: str,
+    settings: Settings | None = None,
+    tracer_provider: "TracerProvider | None" = None,
+) -> FastAPI:
     """The HTTP service of an engine, which is started and stopped with the application.
 
     served_name: what `model` calls the base.
+    tracer_provider: OpenTelemetry's, to trace requests with; who made it shuts it down.
 
     `app.state.service` is the `Service`: setting its `draining` makes `/ready` and new requests answer 503.
     Raises InputError for a database that can't be used.
@@ -72,6 +84,7 @@ def create_app(async_engine: AsyncEngine, *, served_name: str, settings: Setting
         version=version("peftkit"),
         summary="One frozen base and its adapters, with the OpenAI API",
         lifespan=lifespan,
+        telemetry=fastapi_telemetry(tracer_provider),
     )
     app.state.service, app.state.database = service, database
     app.add_middleware(
@@ -81,7 +94,8 @@ def create_app(async_engine: AsyncEngine, *, served_name: str, settings: Setting
         answers=service.metrics.http_answers,
     )
     errors.install(app, service.metrics.refused)
-    app.include_router(openai.create_router(service, access))
+    tracing = None if tracer_provider is None else Tracing(tracer_provider)
+    app.include_router(openai.create_router(service, access, tracing))
     app.include_router(adapters.create_router(service, access, database))
     app.include_router(tenants.create_router(service, access, database))
     app.include_router(console_page.create_router())

@@ -29,6 +29,11 @@ TokenText = Callable[[int], str]
 class Form(Protocol):
     """How one of the two routes words an answer. `head` is what its bodies begin with: id, created, model."""
 
+    @property
+    def only_text(self) -> bool:
+        """Whether a chunk between the first and the last of a choice differs from others by its new text alone."""
+        ...
+
     def whole(self, head: dict[str, Any], outputs: Sequence[RequestOutput]) -> BaseModel:
         """The body of an answer that isn't streamed, from each choice's last output."""
         ...
@@ -49,6 +54,7 @@ class TextForm:
         """prompts: text and token ids of each. text_of: a single token as text."""
         self._body, self._prompts, self._text_of = body, prompts, text_of
         self._num_choices = body.num_choices
+        self.only_text = body.logprobs is None and body.max_tokens != 0
 
     def whole(self, head: dict[str, Any], outputs: Sequence[RequestOutput]) -> Completion:
         shown = [self._shown(output) for output in outputs]
@@ -112,6 +118,7 @@ class ChatForm:
     def __init__(self, body: ChatRequest, text_of: TokenText):
         self._body, self._text_of = body, text_of
         self._num_choices = body.num_choices
+        self.only_text = not body.logprobs
 
     def whole(self, head: dict[str, Any], outputs: Sequence[RequestOutput]) -> ChatCompletion:
         choices = [

@@ -19,9 +19,11 @@ from peftkit_serve.http.body import StrictRoute
 from peftkit_serve.http.errors import ApiError, from_input
 from peftkit_serve.http.forms import ChatForm, Form, TextForm
 from peftkit_serve.http.guard import report
+from peftkit_serve.http.pieces import Pieces
 from peftkit_serve.http.schemas import ChatRequest, CompletionRequest, Sampling
-from peftkit_serve.http.service import Asked, Model, Service
+from peftkit_serve.http.service import Asked, Model, Outputs, Service
 from peftkit_serve.http.sse import CLIENT_GONE, DONE, EventStream, event, while_connected
+from peftkit_serve.http.tracing import Tracing
 from peftkit_serve.request import RequestOutput, SamplingParams
 
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -35,11 +37,9 @@ _EVENTS: dict[int | str, dict[str, Any]] = {
     }
 }
 
-Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 
-
-def create_router(service: Service, access: Access) -> APIRouter:
-    """The routes under `/v1`, answered by `service`."""
+def create_router(service: Service, access: Access, tracing: Tracing | None = None) -> APIRouter:
+    """The routes under `/v1`, answered by `service` and traced where there is `tracing`."""
     router = APIRouter(
         prefix="/v1", tags=["OpenAI"], responses=ERRORS, route_class=StrictRoute, dependencies=[Depends(bearer)]
     )
@@ -56,6 +56,8 @@ def create_router(service: Service, access: Access) -> APIRouter:
         await service.check_schema(params.json_schema)
         asked = [Asked(prompt, _nth(params, i)) for i in range(body.num_choices)]
         outputs = service.answers(caller, model, asked, body.priority or 0, request.state.facts)
+        if tracing is not None:
+            outputs = tracing.begin("chat", body, request, model.full_name, len(prompt)).follow(outputs)
         return await _answer(request, body, outputs, ChatForm(body, service.text_of), "chatcmpl")
 
     @router.post("/completions", response_model=Completion, responses=_EVENTS)
@@ -73,6 +75,9 @@ def create_router(service: Service, access: Access) -> APIRouter:
             params = _params(body, model, token_ids, max_tokens=16)
             asked += [Asked(token_ids, _nth(params, i)) for i in range(body.num_choices)]
         outputs = service.answers(caller, model, asked, body.priority or 0, request.state.facts)
+        if tracing is not None:
+            num_tokens = sum(len(token_ids) for _, token_ids in prompts)
+            outputs = tracing.begin("text_completion", body, request, model.full_name, num_tokens).follow(outputs)
         return await _answer(request, body, outputs, TextForm(body, prompts, service.text_of), "cmpl")
 
     @router.get("/models")
@@ -123,16 +128,13 @@ async def _events(
 ) -> AsyncGenerator[str, None]:
     """The events of a streamed answer. An error after the first one is an event too, the last before [DONE]."""
     last: dict[int, RequestOutput] = {}
-    sent: dict[int, RequestOutput] = {}
-    unused = None if include_usage else {"usage"}
+    pieces = Pieces(form, head, None if include_usage else {"usage"})
     try:
         async with aclosing(outputs):
             async for index, output in outputs:
                 last[index] = output
-                if index not in sent or output.delta or output.finish_reason:
-                    chunk = form.chunk(head, index, output, sent.get(index))
-                    sent[index] = output
-                    yield event(chunk.model_dump_json(exclude=unused))
+                if chunk := pieces.next(index, output):
+                    yield event(chunk)
         if include_usage:
             yield event(form.usage(head, [last[index] for index in sorted(last)]).model_dump_json())
     except Exception as error:

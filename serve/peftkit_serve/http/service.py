@@ -28,6 +28,9 @@ from peftkit_serve.tenants.catalog import Catalog, Chosen
 
 logger = logging.getLogger(__name__)
 
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
+"""The outputs of a request's answers as they come, each with its answer's index."""
+
 
 @dataclass(frozen=True, slots=True)
 class Model:
@@ -46,6 +49,11 @@ class Model:
     """Most tokens of prompt and answer together."""
     tokenizer: PreTrainedTokenizerBase
     """The base's, with the adapter's own chat template where it has one."""
+
+    @property
+    def full_name(self) -> str:
+        """The label with the version that was chosen."""
+        return self.label if self.chosen is None else f"{self.label}@{self.chosen.version.number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +157,7 @@ class Service:
 
     async def answers(
         self, caller: Caller, model: Model, asked: Sequence[Asked], priority: int, facts: dict[str, Any]
-    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    ) -> Outputs:
         """The outputs of all answers as they come, each with its answer's index; `facts` get their counts.
 
         Closing the iteration ends them all within a step. Raises Refusal over a limit, 404 for an adapter that has
@@ -162,12 +170,14 @@ class Service:
             async with AsyncExitStack() as stack:
                 adapter = model.static
                 if model.chosen is not None:
+                    start = time.monotonic()
                     try:
                         entry = await stack.enter_async_context(self.catalog.shelf.hold(model.chosen.version.digest))
                     except InputError as error:
                         logger.warning({"model": model.label, "not_loaded": type(error).__name__})
                         raise errors.model_not_found(model.name, self.names(caller)) from None
                     adapter = entry.name
+                    facts["adapter_ms"] = round(1000 * (time.monotonic() - start), 1)
                 requests = [
                     Request(
                         prompt=one.prompt,

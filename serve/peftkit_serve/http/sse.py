@@ -45,6 +45,11 @@ async def while_connected(work: Coroutine[None, None, T], receive: Receive) -> T
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
     """The items of all streams as they come, each with its stream's index. The first failure ends all streams."""
+    if len(streams) == 1:  # most requests: no task and no queue between the engine and the client
+        async with aclosing(streams[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
     queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue()
 
     async def pump(index: int, stream: AsyncGenerator[T, None]) -> None:
