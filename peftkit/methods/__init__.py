@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftkit.errors import InputError
 from peftkit.methods.bottleneck import BottleneckAdapter, BottleneckConfig
+from peftkit.methods.fused import fast_share, fuse, unfuse
 from peftkit.methods.lora import Lora, LoraConfig, LoraSite
 from peftkit.methods.method import Method, StartsFromText, attached
 from peftkit.methods.prefix import Prefix, PrefixTuningConfig, PTuningV2Config
@@ -20,6 +21,9 @@ __all__ = [
     "attached",
     "detach",
     "check_together",
+    "fast_share",
+    "fuse",
+    "unfuse",
     "AnyConfig",
     "BottleneckAdapter",
     "BottleneckConfig",
@@ -101,7 +105,8 @@ def check_together(kinds: Sequence[str]) -> None:
 
 
 def detach(model: PreTrainedModel) -> PreTrainedModel:
-    """Takes every adapter off `model`, which is then the bare frozen base again."""
+    """Takes every adapter off `model`, which is then the bare frozen base again, its modules' own forwards too."""
+    unfuse(model)
     for method in reversed(attached(model)):
         method.detach()
     setattr(model, "peftkit_methods", [])  # noqa: B010 - as in attach

@@ -99,29 +99,34 @@ class Projection:
         return weight_OI.mul_(c_O.unsqueeze(1))
 
 
-def fits(layer: nn.Linear, x: Tensor) -> bool:
+def fits(layer: nn.Module, x: Tensor) -> bool:
     """Whether `project` does a frozen layer's work on x (…, I), and at least as fast as the layer itself.
 
-    It computes in x's dtype, which must be the layer's, and calls no hooks. Few rows without a gradient, as in
-    generation, are left to kernels that don't dequantise a whole weight for them.
+    Few rows without a gradient, as in generation, are left to kernels that don't dequantise a whole weight for them.
     """
-    weight = layer.weight
-    if weight.requires_grad or _has_hooks(layer):
-        return False
-    if not torch.is_grad_enabled() and x.numel() < _FEWEST_ROWS * x.shape[-1]:
-        return False
+    few = x.numel() < _FEWEST_ROWS * x.shape[-1] and not torch.is_grad_enabled()
+    return not few and why_not(layer, x.dtype) is None
+
+
+def why_not(layer: nn.Module, dtype: torch.dtype) -> str | None:
+    """What of a layer keeps `project` from doing its work on inputs of a dtype, if anything does."""
+    if has_hooks(layer):
+        return "with a hook"
     state = getattr(layer, "quant_state", None)
-    if state is None:
-        return type(layer) is nn.Linear and weight.dtype == x.dtype
-    if getattr(weight, "quant_state", None) is None:
+    if not isinstance(layer, nn.Linear) or (state is None and type(layer) is not nn.Linear):
+        return f"of {type(layer).__name__}"
+    weight = layer.weight
+    if weight.requires_grad:
+        return "trained whole"
+    if state is not None and getattr(weight, "quant_state", None) is None:
         weight.quant_state = state  # type: ignore[attr-defined] # which is lost where weights are put together of shards
-    return getattr(layer, "compute_dtype", None) in (None, x.dtype)
+    computing = weight.dtype if state is None else getattr(layer, "compute_dtype", None) or dtype
+    return None if computing == dtype else f"that compute in {str(computing).removeprefix('torch.')}"
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+def has_hooks(layer: nn.Module) -> bool:
+    """Whether anything looks at a layer's calls."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
 
 
 def project(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:

@@ -1,0 +1,197 @@
+"""Forwards for training of the attention, feed-forward and norm modules of known decoders.
+
+    norm            rms_norm_grad                                                  one pass
+    attention       q, k, v in one step of autograd (`lora_linear.py`), rotated in one pass, the attention function that
+                    the model is set to, o
+    feed-forward    gate, up in one step, activation(gate) * up in one pass whose backward writes over them, down
+
+They stand in the modules' places as `forward` of each. So hooks on them hold, and so do the modules that adapters put
+in the place of projections: what isn't a frozen linear layer, or LoRA on one, is called as it is. Modules of other
+classes keep their own forward, and so does attention that is called with a cache.
+
+`fuse` installs them and says once what is left out; `fast_share` is the share of a model's decoder that is in.
+"""
+
+import inspect
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from peftkit.methods.bottleneck import Bottleneck
+from peftkit.methods.lora_layers import Adapted, LoraLinear
+from peftkit.methods.lora_linear import Projection, fits, has_hooks, project, why_not
+from peftkit_kernels import gated_grad, rms_norm_grad, rotate_grad
+
+logger = logging.getLogger(__name__)
+
+_ARCHITECTURES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+"""A config's `hidden_act` → the activation of `gated_grad`."""
+
+
+def fuse(model: PreTrainedModel) -> None:
+    """Gives the modules of `model` the forwards of this file, and logs which linear layers are left out, and why."""
+    for module in model.modules():
+        forward = _forward(module)
+        if forward is not None:
+            module.__dict__["forward"] = MethodType(forward, module)
+        elif isinstance(module, LoraLinear):
+            module.fused = True
+    reasons = _reasons(model)
+    left = Counter(reason for reason in reasons if reason is not None)
+    if left:
+        kinds = ", ".join(f"{count} {reason}" for reason, count in left.items())
+        logger.info("%d of the decoder's %d linear layers run as they are: %s", left.total(), len(reasons), kinds)
+
+
+def unfuse(model: PreTrainedModel) -> None:
+    """Gives the modules their own forwards back."""
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            module.fused = False
+        elif _is_fused(module):
+            del module.__dict__["forward"]
+
+
+def fast_share(model: PreTrainedModel) -> float:
+    """Share of the linear layers of a model's decoder that run as steps of autograd of their own, from 0 to 1."""
+    reasons = _reasons(model)
+    return reasons.count(None) / max(len(reasons), 1)
+
+
+def _reasons(model: PreTrainedModel) -> list[str | None]:
+    """Of each linear layer of the decoder: what keeps it off the fast path, or None."""
+    trunk: Any = model.base_model
+    found: list[str | None] = []
+    for layer in trunk.layers:
+        for block in layer.children():
+            inner = [] if isinstance(block, Bottleneck) else block.children()
+            for linear in inner:
+                if isinstance(linear, nn.Linear | Adapted):
+                    fused = linear.fused if isinstance(linear, LoraLinear) else _is_fused(block)
+                    reason = _why_not(linear, layer.input_layernorm.weight.dtype)
+                    found.append(reason if fused else f"in {type(block).__name__}")
+    return found
+
+
+def _forward(module: nn.Module) -> Callable[..., Any] | None:
+    """The forward of this file for a module that has its class's own, which it must be made for."""
+    kind = type(module)
+    if not kind.__module__.startswith("transformers.models.") or "forward" in module.__dict__:
+        return None
+    for end, forward in _FORWARDS.items():
+        if kind.__name__ in {name + end for name in _ARCHITECTURES}:
+            taken = list(inspect.signature(kind.forward).parameters)
+            return forward if taken == list(inspect.signature(forward).parameters) else None
+    return None
+
+
+def _is_fused(module: nn.Module) -> bool:
+    return getattr(module.__dict__.get("forward"), "__func__", None) in _FORWARDS.values()
+
+
+def _norm(self: Any, hidden_states: Tensor) -> Tensor:
+    weight_H = self.weight
+    if weight_H.requires_grad or weight_H.dtype != hidden_states.dtype:
+        return type(self).forward(self, hidden_states)
+    return rms_norm_grad(hidden_states, weight_H, self.variance_epsilon)
+
+
+def _attention(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    if past_key_values is not None:
+        return type(self).forward(
+            self, hidden_states, position_embeddings, attention_mask, past_key_values=past_key_values, **kwargs
+        )
+    B, T = hidden_states.shape[:2]
+    q, k, v = _products(hidden_states, self.q_proj, self.k_proj, self.v_proj)
+    q_NQD, k_NKD = (x.reshape(B * T, -1, self.head_dim) for x in (q, k))
+    if hasattr(self, "q_norm"):
+        q_NQD, k_NKD = self.q_norm(q_NQD), self.k_norm(k_NKD)
+    cos_ND, sin_ND = (table.expand(B, T, -1).reshape(B * T, -1) for table in position_embeddings)
+    q_NQD, k_NKD = rotate_grad(q_NQD, k_NKD, cos_ND, sin_ND)
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+        self.config._attn_implementation, sys.modules[type(self).__module__].eager_attention_forward
+    )
+    output, weights = attend(
+        self,
+        *(x.view(B, T, -1, self.head_dim).transpose(1, 2) for x in (q_NQD, k_NKD, v)),
+        attention_mask,
+        dropout=self.attention_dropout if self.training else 0.0,
+        scaling=self.scaling,
+        **_window(self),
+        **kwargs,
+    )
+    return _products(output.reshape(B, T, -1), self.o_proj)[0], weights
+
+
+def _window(attention: Any) -> dict[str, int | None]:
+    """What the classes tell the attention function of a sliding window."""
+    if type(attention).__name__ == "LlamaAttention":
+        return {}
+    if type(attention).__name__ == "MistralAttention":
+        return {"sliding_window": getattr(attention.config, "sliding_window", None)}
+    return {"sliding_window": attention.sliding_window}
+
+
+def _feed_forward(self: Any, x: Tensor) -> Tensor:
+    gate, up = _products(x, self.gate_proj, self.up_proj)
+    activation = _ACTIVATIONS.get(self.config.hidden_act)
+    if activation is None:
+        return _products(self.act_fn(gate) * up, self.down_proj)[0]
+    owned = all(_is_owned(layer, x.dtype) for layer in (self.gate_proj, self.up_proj))
+    gate_NF, up_NF = (y.reshape(-1, y.shape[-1]) for y in (gate, up))
+    h_NF = gated_grad(gate_NF, up_NF, activation, overwrite=owned)
+    return _products(h_NF.view(gate.shape), self.down_proj)[0]
+
+
+_FORWARDS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {"Attention": _attention, "MLP": _feed_forward, "RMSNorm": _norm}
+)
+"""End of a class's name → the forward in the place of its own."""
+
+
+def _products(x: Tensor, *layers: nn.Module) -> list[Tensor]:
+    """The outputs of layers on x, of those that can by one step of autograd."""
+    projections = [_projection(layer, x) for layer in layers]
+    grouped = [one for one in projections if one is not None]
+    outputs = iter(project(x, grouped) if grouped else ())
+    return [layer(x) if one is None else next(outputs) for layer, one in zip(layers, projections, strict=True)]
+
+
+def _projection(layer: nn.Module, x: Tensor) -> Projection | None:
+    if isinstance(layer, LoraLinear):
+        return layer.projection() if not has_hooks(layer) and fits(layer.base_layer, x) else None
+    return Projection(layer.weight, layer.bias) if isinstance(layer, nn.Linear) and fits(layer, x) else None
+
+
+def _why_not(layer: nn.Module, dtype: torch.dtype) -> str | None:
+    if not isinstance(layer, LoraLinear):
+        return why_not(layer, dtype)
+    return "with a hook" if has_hooks(layer) else why_not(layer.base_layer, dtype)
+
+
+def _is_owned(layer: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether nobody keeps the layer's output: DoRA does, and what another forward does isn't known."""
+    return _why_not(layer, dtype) is None and getattr(layer, "lora_magnitude_vector", None) is None
