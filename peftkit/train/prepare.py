@@ -33,7 +33,7 @@ from peftkit.data import (
 from peftkit.data.packing import why_not
 from peftkit.errors import InputError, RecipeError
 from peftkit.evaluate import Example, read_examples
-from peftkit.methods import attach, attached
+from peftkit.methods import attach, attached, fuse
 from peftkit.recipe import Recipe
 from peftkit.train.adapter_size import check_adapter_fits
 from peftkit.train.folder import versions
@@ -195,6 +195,8 @@ def adapt(resident: Resident, recipe: Recipe, rows: Rows) -> Prepared:
     assert any(parameter.requires_grad for parameter in model.parameters()), "an adapter has trainable parameters"
     _check_context(model, recipe, rows)
     packed = _packing(model, recipe)
+    if resident.accelerator.device.type == "cuda":
+        fuse(model)
     checkpoint_activations(model, recipe.train.gradient_checkpointing)
     model.train()
     accelerator, base, tokenizer = resident.accelerator, resident.base, resident.tokenizer
