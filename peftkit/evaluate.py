@@ -19,7 +19,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal, get_args
 
@@ -29,7 +29,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftkit.chat import end_of_turn
-from peftkit.data import Row, Sample, encode_row, read_rows
+from peftkit.data import ChatRow, InstructionRow, Row, Sample, encode_row, read_rows
+from peftkit.data.encode import TooLongError
+from peftkit.data.formats import Format
+from peftkit.data.sources import Source
 from peftkit.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -79,15 +82,23 @@ class Score:
 
 
 def read_examples(
-    name: str, tokenizer: PreTrainedTokenizerBase, *, max_length: int, limit: int | None = None
+    source: str | Source,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    limit: int | None = None,
+    format: Format = "auto",
+    drop_too_long: bool = False,
 ) -> list[Example]:
-    """The first `limit` rows (None: all) of a JSONL file, tokenised as in training.
+    """The first `limit` rows (None: all) of a data source, tokenised as in training; a chat's last turn is the answer.
 
-    `name` may be `example:SET/FILE.jsonl`. Prompts are cut from the left to `max_length` tokens with the reference.
-    Raises DataError with file and line.
+    A source's name may be `example:SET/FILE.jsonl`. Prompts are cut from the left to `max_length` tokens with the
+    reference; rows whose reference doesn't fit are an error, or left out with `drop_too_long`. Raises DataError with
+    file and line.
     """
-    rows = read_rows(name)
-    examples = [example for row in islice(rows, limit) for example in _examples(row, tokenizer, max_length)]
+    name = source if isinstance(source, str) else source.name
+    rows = (_examples(row, tokenizer, max_length, drop_too_long) for row in read_rows(source, format))
+    examples = [example for row in islice(filter(None, rows), limit) for example in row]
     if num_truncated := sum(example.truncated for example in examples):
         logger.info(
             "%s: %d of %d rows are longer than %d tokens: their prompts' beginnings are cut away",
@@ -137,9 +148,17 @@ def nll(
     return _ratio("nll", terms)
 
 
-def _examples(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[Example]:
-    """One example, or as many as a long text has samples."""
-    return [_example(row, sample, tokenizer) for sample in encode_row(row, tokenizer, max_length)]
+def _examples(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int, drop_too_long: bool) -> list[Example]:
+    """One example, or as many as a long text has samples; none where the row is dropped."""
+    if isinstance(row, ChatRow):
+        row = replace(row, untrained=())  # what isn't trained on can be asked all the same
+    try:
+        samples = encode_row(row, tokenizer, max_length, turns="last")
+    except TooLongError:
+        if not drop_too_long:
+            raise
+        samples = []
+    return [_example(row, sample, tokenizer) for sample in samples]
 
 
 def _example(row: Row, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Example:
@@ -149,7 +168,10 @@ def _example(row: Row, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Ex
     reference_ids = ids[start:end]
     if reference_ids[-1] == end_of_turn(tokenizer):
         reference_ids.pop()
-    return Example(row.where, row.reference, tuple(ids[:start]), tuple(reference_ids), sample.truncated)
+    # a turn is what the template makes of it: calls, a block for thoughts
+    rendered = str(tokenizer.decode(reference_ids, skip_special_tokens=True))
+    reference = rendered if isinstance(row, (ChatRow, InstructionRow)) else row.reference
+    return Example(row.where, reference, tuple(ids[:start]), tuple(reference_ids), sample.truncated)
 
 
 def _ratio(metric: Metric, terms: Sequence[tuple[float, float]]) -> Score:

@@ -200,7 +200,7 @@ def _text_row(fields: dict[str, Any], where: str) -> TextRow:
 
 
 def _instruction_row(fields: dict[str, Any], where: str) -> InstructionRow:
-    history = fields.get("history") or []
+    history = _json_value(fields.get("history"), "history", where) or []
     if not isinstance(history, (list, tuple)) or not all(
         isinstance(pair, (list, tuple)) and len(pair) == 2 and all(isinstance(part, str) for part in pair)
         for pair in history
@@ -264,7 +264,6 @@ def _without_marks(turn: Any, index: int, where: str, untrained: list[int]) -> A
             raise DataError(f"{where}: messages[{index}].{field}: only the assistant's turns are trained")
     if turn.get("role") == "assistant" and not all(marks.values()):
         untrained.append(index)
-    # columns of a table hold null where a message has no such field
     return {key: value for key, value in turn.items() if key not in ("train", "weight") and value is not None}
 
 

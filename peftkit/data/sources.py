@@ -195,7 +195,7 @@ def _parquet(path: Path, name: str, start: int) -> Iterator[Located]:
             batches = file.iter_batches(batch_size=256, row_groups=range(first, file.num_row_groups))
             rows = (row for batch in batches for row in batch.to_pylist())
             for number, row in enumerate(islice(rows, start - skipped, None), start=start + 1):
-                yield f"{name}: row {number}", row
+                yield f"{name}: row {number}", _without_nulls(row)
     except pyarrow.ArrowException as error:
         raise DataError(f"{name}: not a Parquet file that can be read: {error}") from error
 
@@ -233,7 +233,7 @@ def _table(name: str, table: Any, folders: list[Path]) -> Source:
             return
         part = table.skip(start) if start else table
         for number, row in enumerate(part, start=start + 1):
-            yield f"{name}: row {number}", row
+            yield f"{name}: row {number}", _without_nulls(row)
 
     def digest(ends: bool) -> str:
         files = sorted(Path(file["filename"]) for file in getattr(table, "cache_files", []))
@@ -243,6 +243,13 @@ def _table(name: str, table: Any, folders: list[Path]) -> Source:
         return hashlib.sha256(made_of.encode()).hexdigest()
 
     return Source(name, rows, digest)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without fields that are null: a column of objects has every field of any row, null where this row has none."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _load_folder(path: Path, split: str, name: str) -> Any:

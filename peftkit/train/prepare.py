@@ -33,7 +33,7 @@ from peftkit.data import (
 from peftkit.data.packing import why_not
 from peftkit.errors import InputError, RecipeError
 from peftkit.evaluate import Example, read_examples
-from peftkit.methods import attach, attached, fuse
+from peftkit.methods import attach, attached
 from peftkit.recipe import Recipe
 from peftkit.train.adapter_size import check_adapter_fits
 from peftkit.train.folder import versions
@@ -195,8 +195,6 @@ def adapt(resident: Resident, recipe: Recipe, rows: Rows) -> Prepared:
     assert any(parameter.requires_grad for parameter in model.parameters()), "an adapter has trainable parameters"
     _check_context(model, recipe, rows)
     packed = _packing(model, recipe)
-    if resident.accelerator.device.type == "cuda":
-        fuse(model)
     checkpoint_activations(model, recipe.train.gradient_checkpointing)
     model.train()
     accelerator, base, tokenizer = resident.accelerator, resident.base, resident.tokenizer
@@ -224,11 +222,12 @@ def _load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Rows:
         check_overlap(train.keys, valid.keys)
     color = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     logger.info("%s", audit(train, tokenizer, seed=recipe.train.seed).text(color=color))
+    asked: dict[str, Any] = {key: how[key] for key in ("format", "max_length", "drop_too_long")}
     examples: list[Example] = []
     if valid is not None and recipe.eval.metric != "loss":
-        examples = read_examples(valid.name, tokenizer, max_length=data.max_length, limit=recipe.eval.rows)
-    name = train.name if valid is None else valid.name
-    shown = read_examples(name, tokenizer, max_length=data.max_length, limit=recipe.log.samples)
+        examples = read_examples(valid.name, tokenizer, limit=recipe.eval.rows, **asked)
+    rows = valid.name if valid is not None else train.source if isinstance(train, Stream) else train.name
+    shown = read_examples(rows, tokenizer, limit=recipe.log.samples, **asked)
     return Rows(train, valid, examples, shown)
 
 

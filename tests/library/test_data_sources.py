@@ -22,7 +22,6 @@ from peftkit.train import train
 
 ROWS = [{"prompt": f'p{i}, "quoted"\nline', "completion": f" c{i}"} for i in range(600)]
 BROKEN = [{"function": {"name": "f", "arguments": "{"}}]
-CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
 
 
 @pytest.fixture(scope="module")
@@ -91,21 +90,36 @@ def test_every_kind_of_source_is_encoded_alike(kind: str, tmp_path: Path, tokeni
     assert list(found.keys) == list(wanted.keys)
 
 
-def test_chats_with_tools_are_the_same_rows_from_a_table_and_from_lines(tmp_path: Path) -> None:
+def calling(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A chat that calls a tool whose parameters are no other row's."""
     turns = [
         {"role": "user", "content": "1 + 2?"},
-        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}],
+        },
         {"role": "tool", "content": "3", "tool_call_id": "x"},
         {"role": "assistant", "content": "3", "train": True},
     ]
-    tools = [{"type": "function", "function": {"name": "add", "description": "sum"}}]
-    rows = [{"messages": turns, "tools": tools}]
-    (line,) = read_rows(write_jsonl(tmp_path / "a.jsonl", rows))
-    (table,) = read_rows(write_parquet(tmp_path / "a.parquet", rows))
-    (text,) = read_rows(write_csv(tmp_path / "a.csv", [{name: json.dumps(value) for name, value in rows[0].items()}]))
-    assert isinstance(line, ChatRow) and isinstance(table, ChatRow) and isinstance(text, ChatRow)
-    assert line.messages == table.messages == text.messages
-    assert line.tools == table.tools == text.tools == tuple(tools)
+    properties = {key: {"type": "string", "enum": [str(value)]} for key, value in arguments.items()}
+    parameters = {"type": "object", "properties": {**properties, "unit": {"type": "string"}}}
+    return {"messages": turns, "tools": [{"type": "function", "function": {"name": name, "parameters": parameters}}]}
+
+
+def test_chats_with_tools_are_the_same_rows_from_a_table_and_from_lines(tmp_path: Path) -> None:
+    rows = [calling("add", {"a": 1, "b": 2}), calling("weather", {"city": "Paris"})]
+    lines = list(read_rows(write_jsonl(tmp_path / "a.jsonl", rows)))
+    texts = [{name: json.dumps(value) for name, value in row.items()} for row in rows]
+    for path in (
+        write_parquet(tmp_path / "a.parquet", rows),
+        write_folder(tmp_path / "a", rows),
+        write_csv(tmp_path / "a.csv", texts),
+    ):
+        for line, row, written in zip(lines, read_rows(path), rows, strict=True):
+            assert isinstance(line, ChatRow) and isinstance(row, ChatRow)
+            assert row.messages == line.messages, path
+            assert row.tools == line.tools == tuple(written["tools"]), path
 
 
 def test_the_splits_of_a_folder_are_named_with_a_hash(tmp_path: Path) -> None:
@@ -164,6 +178,14 @@ def test_an_instruction_is_a_chat(tmp_path: Path, tokenizer: PreTrainedTokenizer
     other = write_jsonl(tmp_path / "b.jsonl", [{"messages": [{"role": role, "content": text} for role, text in chat]}])
     assert texts(one, tokenizer) == texts(other, tokenizer)
     assert isinstance(next(read_rows(one)), InstructionRow)
+
+
+def test_earlier_exchanges_are_json_text_in_a_csv_file(tmp_path: Path) -> None:
+    row = {"instruction": "Add.", "output": "3", "history": [["Hi", "Ho"], ["1 + 1?", "2"]]}
+    (line,) = read_rows(write_jsonl(tmp_path / "a.jsonl", [row]))
+    (text,) = read_rows(write_csv(tmp_path / "a.csv", [{**row, "history": json.dumps(row["history"])}]))
+    assert isinstance(line, InstructionRow) and isinstance(text, InstructionRow)
+    assert text.history == line.history == (("Hi", "Ho"), ("1 + 1?", "2"))
 
 
 def test_an_instruction_for_a_base_without_a_template_is_alpacas_prompt(tmp_path: Path, tiny_base: Path) -> None:

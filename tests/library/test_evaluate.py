@@ -136,10 +136,47 @@ def test_a_chats_reference_is_its_last_answer(tiny_base: Path, tmp_path: Path) -
     turns = [("user", "hi"), ("assistant", "hello"), ("user", "bye"), ("assistant", "see you")]
     rows: list[dict[str, object]] = [{"messages": [{"role": role, "content": text} for role, text in turns]}]
     (one,) = read_examples(write_rows(tmp_path / "rows.jsonl", rows), tokenizer, max_length=250)
-    assert one.reference == tokenizer.decode(one.reference_ids) == "see you"
-    assert tokenizer.decode(one.prompt_ids).endswith(
+    assert one.reference == tokenizer.decode(list(one.reference_ids)) == "see you"
+    assert str(tokenizer.decode(list(one.prompt_ids))).endswith(
         "hello<|im_end|>\n<|im_start|>user\nbye<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+def test_a_turn_that_is_not_trained_is_answered_all_the_same(tiny_base: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(resolve_base(tiny_base))
+    turns = [("user", "hi"), ("assistant", "hello"), ("user", "bye"), ("assistant", "see you")]
+    messages: list[dict[str, object]] = [{"role": role, "content": text} for role, text in turns]
+    messages[-1]["train"] = False
+    (one,) = read_examples(write_rows(tmp_path / "a.jsonl", [{"messages": messages}]), tokenizer, max_length=250)
+    assert one.reference == tokenizer.decode(list(one.reference_ids)) == "see you"
+
+
+def test_the_reference_of_a_turn_is_what_the_template_makes_of_it(tiny_base: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(resolve_base(tiny_base))
+    tokenizer.chat_template = (
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    call = {"name": "add", "arguments": {"a": 1}}
+    turns = [
+        {"role": "user", "content": "1 + 0?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": call}]},
+    ]
+    row = {"messages": turns, "tools": [{"type": "function", "function": {"name": "add"}}]}
+    (one,) = read_examples(write_rows(tmp_path / "a.jsonl", [row]), tokenizer, max_length=250)
+    assert json.loads(one.reference) == call
+
+
+def test_rows_are_read_and_left_out_as_in_training(tiny_base: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(resolve_base(tiny_base))
+    both: dict[str, object] = {"prompt": "p", "completion": " c", "messages": [{"role": "user", "content": "u"}]}
+    rows = [both, {**both, "completion": " c" * 40}, {**both, "prompt": "q"}]
+    name = write_rows(tmp_path / "a.jsonl", rows)
+    with pytest.raises(DataError, match=r"a\.jsonl:2: the completion is 81 tokens and would be cut away"):
+        read_examples(name, tokenizer, max_length=32, format="completion")
+    kept = read_examples(name, tokenizer, max_length=32, limit=2, format="completion", drop_too_long=True)
+    assert [tokenizer.decode(list(one.prompt_ids)) for one in kept] == ["p", "q"]
 
 
 def test_a_broken_line_is_named(tiny_base: Path, tmp_path: Path) -> None:
