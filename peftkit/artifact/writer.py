@@ -91,7 +91,7 @@ def write_adapters_library(
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Puts files, by name or by folder/name, into a folder: all are written and synced under temporary names before the
+    """Puts files, by name or by path, into a folder: all are written and synced under temporary names before the
     first is renamed.
 
     The last file is the one whose presence makes the folder valid: it is taken away first and put back last. Raises
@@ -102,7 +102,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     try:
         staging.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
-            (staging / name).parent.mkdir(exist_ok=True)
+            (staging / name).parent.mkdir(parents=True, exist_ok=True)
             with open(staging / name, "wb") as file:
                 file.write(content)
                 file.flush()
@@ -113,7 +113,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
         *others, marker = files
         (folder / marker).unlink(missing_ok=True)
         for name in (*others, marker):
-            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(staging / name, folder / name)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

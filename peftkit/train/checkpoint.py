@@ -3,6 +3,7 @@
     state/step-N/adapter.safetensors     the trainable parametrisation
                  optimizer.safetensors   its moments
                  state.json              step, position in the data, generators, recipe, hashes of base and data
+                 best/                   the best adapter so far, where there is one
                  manifest.json           sha256 of the other files; written last
 
 A checkpoint is written under a temporary name, synced and renamed; the last two are kept. A damaged one is passed
@@ -32,9 +33,10 @@ from peftkit.train.optim import moments, set_moments
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 KEPT = 2
 ADAPTER, OPTIMIZER, STATE, MANIFEST = "adapter.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
+_BEST = "best/"
 _NAME = re.compile(r"step-(\d+)")
 _FREE = {"out", "base", "data.train", "data.valid", "train.epochs", "train.max_steps", "train.save_every"}
 """Recipe fields that a resumed run may change: where files lie (their content is compared) and how far to go."""
@@ -65,6 +67,7 @@ class RunState:
     evaluated: int = 0
     """Step of the last evaluation."""
     eval_loss: float | None = None
+    """Its loss; None also where that was not finite."""
     best_step: int | None = None
     best_loss: float | None = None
     eval_score: float | None = None
@@ -88,6 +91,8 @@ class Checkpoint:
     optimizer: dict[str, Tensor]
     generators: list[dict[str, Any]]
     """Generator states of each process."""
+    best: dict[str, bytes]
+    """The files of the best adapter's folder as it was then; none where none was best yet."""
 
 
 def save_checkpoint(
@@ -99,9 +104,10 @@ def save_checkpoint(
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
     generators: Sequence[Mapping[str, Any]],
+    best: Path | None = None,
 ) -> Path:
-    """Writes `folder`/step-N and removes all but the last two. Raises RunError when there is no room: the checkpoints
-    before are then as they were."""
+    """Writes `folder`/step-N and removes all but the last two. `best` is the folder of the best adapter so far. Raises
+    RunError when there is no room: the checkpoints before are then as they were."""
     content = {
         "format": FORMAT,
         "state": asdict(state),
@@ -113,6 +119,7 @@ def save_checkpoint(
         ADAPTER: safetensors.torch.save(_on_cpu(parameters)),
         OPTIMIZER: safetensors.torch.save(_on_cpu(moments(optimizer, parameters))),
         STATE: json.dumps(content).encode(),
+        **_files_in(best),
     }
     manifest = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     path = folder / f"step-{state.step}"
@@ -183,6 +190,20 @@ def restore(
     set_moments(optimizer, parameters, checkpoint.optimizer)
 
 
+def put_back_best(checkpoint: Checkpoint, folder: Path) -> None:
+    """Makes `folder` the best adapter's as it was at the checkpoint: a run that went on from there may have replaced
+    it, or have been killed while it did."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if checkpoint.best:
+        write_files(folder, checkpoint.best)
+
+
+def _files_in(best: Path | None) -> dict[str, bytes]:
+    if best is None:
+        return {}
+    return {f"{_BEST}{path.relative_to(best)}": path.read_bytes() for path in sorted(best.rglob("*")) if path.is_file()}
+
+
 def _steps(folder: Path) -> set[int]:
     if not folder.is_dir():
         return set()
@@ -192,9 +213,9 @@ def _steps(folder: Path) -> set[int]:
 def _read(path: Path) -> Checkpoint:
     manifest: dict[str, str] = json.loads((path / MANIFEST).read_bytes())
     contents: dict[str, bytes] = {}
-    for name in (ADAPTER, OPTIMIZER, STATE):
+    for name, sha256 in manifest.items():
         contents[name] = (path / name).read_bytes()
-        if hashlib.sha256(contents[name]).hexdigest() != manifest[name]:
+        if hashlib.sha256(contents[name]).hexdigest() != sha256:
             raise ValueError(f"{name} is not what was written")
     content = json.loads(contents[STATE])
     if content["format"] != FORMAT:
@@ -207,6 +228,7 @@ def _read(path: Path) -> Checkpoint:
         adapter=safetensors.torch.load(contents[ADAPTER]),
         optimizer=safetensors.torch.load(contents[OPTIMIZER]),
         generators=content["generators"],
+        best={name.removeprefix(_BEST): held for name, held in contents.items() if name.startswith(_BEST)},
     )
 
 

@@ -218,6 +218,7 @@ class Trainer:
                 parameters=self._parameters,
                 optimizer=self._optimizer,
                 generators=states,
+                best=self._out / BEST if self.state.best_step is not None else None,
             )
         self._saved = replace(self.state)
 
@@ -235,12 +236,14 @@ class Trainer:
         value = None if loss is None or metric == "loss" else self._score(metric)
         if loss is None:
             return
-        state = self.state
-        state.evaluated, state.eval_loss, state.eval_score = state.step, loss, value
+        state, recorded = self.state, loss if math.isfinite(loss) else None
+        state.evaluated, state.eval_loss, state.eval_score = state.step, recorded, value
         named = {} if value is None else {metric: value}
-        log.write("eval", state.step, loss=loss, **named, seconds=time.perf_counter() - start)
+        log.write("eval", state.step, loss=recorded, **named, seconds=time.perf_counter() - start)
+        if recorded is None:
+            logger.warning("step %d: the evaluation's loss is %s", state.step, loss)
         if self._is_best(loss, value):
-            state.best_step, state.best_loss, state.best_score, state.worse = state.step, loss, value, 0
+            state.best_step, state.best_loss, state.best_score, state.worse = state.step, recorded, value, 0
             if self._is_main:
                 save_adapter(self._model, self._out / BEST, **self.adapter_record())
         else:

@@ -4,6 +4,7 @@ Nothing is loaded from elsewhere: curves are inline SVG, and everything that com
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -18,9 +19,11 @@ _WIDTH, _HEIGHT, _MARGIN = 560, 240, 48
 _CURVES = (
     ("train", "loss", "training loss"),
     ("eval", "loss", "evaluation loss"),
+    *(("eval", metric, f"evaluation {metric}") for metric in ("exact_match", "accuracy", "rouge_l")),
     ("train", "lr", "learning rate"),
     ("train", "grad_norm", "gradient norm"),
     ("train", "tokens_per_s", "tokens a second"),
+    ("train", "mfu", "share of the GPU's arithmetic"),
     ("train", "memory_gb", "peak memory, GB"),
 )
 _FIGURES = (
@@ -69,7 +72,7 @@ class Run:
         return [
             (line["step"], line[figure])
             for line in self.lines
-            if line["event"] == event and isinstance(line.get(figure), (int, float))
+            if line["event"] == event and isinstance(value := line.get(figure), (int, float)) and math.isfinite(value)
         ]
 
 

@@ -13,7 +13,7 @@ from peftkit.artifact.reader import CONFIG_FILE, RECORD_FILE
 from peftkit.errors import InputError
 from peftkit.methods import detach
 from peftkit.recipe import Recipe, Runs
-from peftkit.train.checkpoint import Checkpoint, latest_checkpoint
+from peftkit.train.checkpoint import Checkpoint, latest_checkpoint, put_back_best
 from peftkit.train.fit import check_fits
 from peftkit.train.folder import BEST, LAST, REPORT, RUN, STATE, MetricsLog, check, check_wandb, claim, write_json
 from peftkit.train.generate import generate_answers
@@ -53,7 +53,7 @@ class RunSummary:
     train_loss: float | None
     """Mean loss per target token of the last step."""
     eval_loss: float | None
-    """Mean loss per target token of the last evaluation; None without data.valid."""
+    """Mean loss per target token of the last evaluation; None without data.valid, or where it was not finite."""
     best_loss: float | None
     metric: str
     """What the best was chosen by."""
@@ -149,7 +149,10 @@ def _turn(
     facts = {**record, **base_record(prepared.model), "device": str(prepared.accelerator.device)}
     if is_main:
         claim(out, overwrite=overwrite)  # not before all else is known to be right
+        if checkpoint is not None:
+            put_back_best(checkpoint, out / BEST)
         write_json(out / RUN, {"status": "unfinished", **facts, "samples": _samples(prepared, before, None)})
+    del checkpoint  # its weights and moments are the trainer's now
     bar = _open(progress, trainer) if is_main else _NoBar()
     try:
         state = trainer.state

@@ -3,12 +3,11 @@
 import errno
 import json
 import logging
+import math
 import os
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 
 import peftkit.artifact.writer
 import peftkit.train.loop
+from peftkit.artifact import read_adapter
 from peftkit.errors import InputError, RunError
 from peftkit.recipe import Recipe
 from peftkit.train import Interrupted, RunSummary, train
@@ -261,7 +261,10 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
-@pytest.mark.parametrize("file", ["adapter.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "file",
+    ["adapter.safetensors", "optimizer.safetensors", "state.json", "best/adapter_config.json", "manifest.json"],
+)
 def test_a_damaged_last_checkpoint_falls_back_to_the_one_before_and_says_so(
     ten_steps: Callable[..., Recipe],
     caplog: pytest.LogCaptureFixture,
@@ -308,6 +311,40 @@ def test_every_kind_goes_on_from_the_checkpoint_before_one_cut_off_while_saving(
     caplog.set_level(logging.INFO, "peftkit")
     same_run(train(recipe, resume=True), whole)
     assert "step-4 is damaged" in caplog.text and "going on from step 2" in caplog.text
+
+
+def test_the_best_is_the_one_of_the_way_that_was_gone(
+    ten_steps: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was better than its checkpoint and then died is gone; what it called its best isn't the run's."""
+
+    def evaluations(losses: list[float]) -> None:
+        given = iter(losses)
+        monkeypatch.setattr(peftkit.train.loop.Trainer, "_mean_loss", lambda *_: next(given))
+
+    recipe = ten_steps("run", train={"save_every": 5})
+    evaluations([2.0, 1.0])
+    with pytest.raises(ZeroDivisionError):
+        train(recipe, progress=StopAt(7, crash))  # after the evaluations at 3 and 6
+    assert read_adapter(Path(recipe.out) / "best").record["step"] == 6
+    evaluations([3.0, 3.0, 3.0])
+    summary = train(recipe, resume=True)
+    assert (summary.best_step, summary.best_loss) == (3, 2.0)
+    assert read_adapter(summary.out).record["step"] == read_adapter(summary.out / "best").record["step"] == 3
+    assert read_adapter(summary.out).uid == summary.uid
+
+
+def test_what_was_called_best_after_the_checkpoint_is_gone(
+    ten_steps: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = iter([2.0, *[math.nan] * 4])
+    monkeypatch.setattr(peftkit.train.loop.Trainer, "_mean_loss", lambda *_: next(given))
+    recipe = ten_steps("run", train={"save_every": 2})
+    with pytest.raises(ZeroDivisionError):
+        train(recipe, progress=StopAt(4, crash))  # after the evaluation at 3, before the checkpoint of step 4
+    summary = train(recipe, resume=True)
+    assert (summary.best_step, summary.exported) == (None, "last")
+    assert not (summary.out / "best").exists()
 
 
 def test_when_all_checkpoints_are_damaged_the_run_is_refused(ten_steps: Callable[..., Recipe]) -> None:
@@ -372,50 +409,7 @@ def test_resume_on_changed_data_is_refused_and_moved_data_is_not(
     assert train(changed, resume=True).steps == 10
 
 
-# killed, and no room -------------------------------------------------------------------------------------------------
-
-CHILD = """
-import sys
-from peftkit.recipe import Recipe
-from peftkit.train import train
-train(Recipe.model_validate_json(sys.argv[1]))
-"""
-
-
-@pytest.mark.parametrize("kind", ["lora", "prefix", "houlsby"])
-def test_kill_9_at_any_moment_leaves_what_resume_goes_on_from(
-    ten_steps: Callable[..., Recipe], seed: int, kind: str
-) -> None:
-    def recipe(name: str) -> Recipe:
-        made = ten_steps(name, kind, train={"max_steps": 400, "save_every": 1})
-        return made.model_copy(update={"eval": made.eval.model_copy(update={"every": 0})})
-
-    killed = recipe("killed")
-    child = subprocess.Popen([sys.executable, "-c", CHILD, killed.model_dump_json()], stderr=subprocess.DEVNULL)
-    state = Path(killed.out) / "state"
-    while not (state / "step-3").exists():
-        assert child.poll() is None, "the child ended by itself"
-        time.sleep(0.005)
-    time.sleep(seed % 50 / 1000)
-    child.kill()
-    child.wait()
-    reached = last_step(killed)
-    assert 3 <= reached < 400
-    assert weights_at(reached + 3, killed, resume=True) == weights_at(reached + 3, recipe("whole"))
-    assert not list(state.glob(".*"))
-
-
-def last_step(recipe: Recipe) -> int:
-    return max(
-        (int(path.name.removeprefix("step-")) for path in (Path(recipe.out) / "state").glob("step-*")), default=0
-    )
-
-
-def weights_at(step: int, recipe: Recipe, *, resume: bool = False) -> bytes:
-    """Trains to `step` and stops there."""
-    with pytest.raises(Interrupted, match=f"at step {step} "):
-        train(recipe, resume=resume, progress=StopAt(step - last_step(recipe), ctrl_c))
-    return (Path(recipe.out) / "state" / f"step-{step}" / "adapter.safetensors").read_bytes()
+# no room -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_full_disk_while_saving_is_one_line_and_the_checkpoint_before_is_whole(
@@ -459,7 +453,7 @@ def test_a_disk_that_is_really_full_leaves_nothing_half_written(
     out = Path(recipe.out)
     assert not list(out.rglob(".*"))
     for path in (out / "state").glob("step-*"):
-        assert {file.name for file in path.iterdir()} == {
+        assert {file.name for file in path.iterdir()} - {"best"} == {
             "adapter.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
         }  # fmt: skip
     subprocess.run(["mount", "-o", "remount,size=2m", str(small_disk)], check=True)

@@ -1,6 +1,7 @@
 """The page of a run, and of several side by side."""
 
 import json
+import math
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import peftkit.train.loop
 from peftkit.cli.main import run
 from peftkit.errors import InputError
 from peftkit.recipe import Recipe
@@ -78,6 +80,35 @@ def test_several_runs_are_compared_in_one_page(
     assert re.search(r"<tr class='differs'><th>train.seed</th>", out.read_text())
     assert re.search(r"<tr><th>optim.lr</th>", out.read_text())
     assert read.tags.count("polyline") == 2 * 5
+
+
+def test_figures_that_are_not_finite_are_null_in_every_file_and_no_point_of_a_curve(
+    make_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = iter([3.0, math.nan, math.inf])
+    monkeypatch.setattr(peftkit.train.loop.Trainer, "_mean_loss", lambda *_: next(given))
+    valid = tmp_path / "valid.jsonl"
+    valid.write_text('{"prompt": "ab", "completion": "b"}\n')
+    summary = train(make_recipe(data={"valid": str(valid)}, eval={"every": 2}))
+    assert (summary.best_loss, summary.eval_loss) == (3.0, None)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    for path in summary.out.rglob("*.json*"):
+        for text in path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]:
+            json.loads(text, parse_constant=refuse)
+    assert read_run(summary.out).points("eval", "loss") == [(2, 3.0)]
+    with (summary.out / "metrics.jsonl").open("a") as file:  # as another program may write it
+        file.write('{"event": "eval", "step": 7, "loss": NaN}\n')
+    assert read_run(summary.out).points("eval", "loss") == [(2, 3.0)]
+
+
+def test_a_metric_of_answers_has_a_curve(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    valid = tmp_path / "valid.jsonl"
+    valid.write_text('{"prompt": "ab", "completion": "b"}\n')
+    summary = train(make_recipe(data={"valid": str(valid)}, eval={"every": 2, "metric": "rouge_l"}))
+    assert "evaluation rouge_l" in Reader((summary.out / "report.html").read_text()).text
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"status": 3}\n'])
