@@ -4,9 +4,19 @@
     loss      = Σ_n cross_entropy(head(hidden_n), target_n)
 
 Logits exist for a chunk of N at a time. Forward computes each chunk's gradient as well, while its logits are there,
-so that backward needs neither logits nor a second projection. B rows, T tokens, N targets, H hidden, V vocabulary.
-"""
+so that backward needs neither logits nor a second projection. Where the head is nothing but a frozen matrix W, a chunk
+is three steps in memory that the next chunk takes over:
 
+    logits  = hidden Wᵀ
+    logits  ← softmax(logits) - onehot(target)
+    dhidden = logits W
+
+Any other head, one that is trained or adapted or has a bias, runs its own forward and backward. B rows, T tokens,
+N targets, H hidden, V vocabulary.
+"""
+# pyright: reportIncompatibleMethodOverride=false
+
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,9 +25,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from peftkit.data import IGNORED, Batch, block_mask
+from peftkit_kernels import cross_entropy, cross_entropy_grad
 
 CHUNK_LOGITS = 2**25
-"""Logits held at once: 128 MiB of float32."""
+"""Logits held at once by a head that runs its own backward: 128 MiB of float32, and four times that in between."""
+
+CHUNK_BYTES = 2**28
+"""Bytes of logits held at once of a head that is a frozen matrix: a thousand rows of bfloat16 over 128256 tokens, which
+is as quick as all rows together."""
+
+_TILE = 128  # rows of a chunk are a multiple of a matrix product's tile
 
 
 def token_loss_sum(model: PreTrainedModel, batch: Batch) -> Tensor:
@@ -26,11 +43,14 @@ def token_loss_sum(model: PreTrainedModel, batch: Batch) -> Tensor:
     Divide by the number of target tokens of the whole optimiser step, not of the batch.
     """
     hidden_BTH = last_hidden(model, batch)
-    next_BT = batch.labels_BT[:, 1:]
-    chosen_BT = next_BT != IGNORED
+    next_BT = F.pad(batch.labels_BT[:, 1:], (0, 1), value=IGNORED)
+    # their number is known: looking for it would wait for the device
+    index_N = torch.nonzero_static(next_BT.flatten() != IGNORED, size=batch.num_target_tokens).squeeze(1)
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Module)
-    return projected_loss_sum(hidden_BTH[:, :-1][chosen_BT], next_BT[chosen_BT], head)
+    return projected_loss_sum(
+        _Rows.apply(hidden_BTH.flatten(0, 1), index_N), next_BT.flatten().index_select(0, index_N), head
+    )
 
 
 def last_hidden(model: PreTrainedModel, batch: Batch) -> Tensor:
@@ -48,27 +68,73 @@ def last_hidden(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 def projected_loss_sum(hidden_NH: Tensor, targets_N: Tensor, head: nn.Module) -> Tensor:
     """Σ cross_entropy(head(hidden), target) with gradients for `hidden_NH` and the head's trainable parameters."""
+    weight_VH = _frozen_matrix(head, hidden_NH)
+    if weight_VH is not None and torch.is_grad_enabled() and hidden_NH.requires_grad:
+        return _FrozenLoss.apply(hidden_NH, targets_N, weight_VH)
+    if weight_VH is not None:
+        chunks = _projected(hidden_NH, weight_VH)
+        return torch.cat([cross_entropy(logits_NV, targets_N[part]) for part, logits_NV in chunks]).sum()
     if not torch.is_grad_enabled():
         return sum((_sum(head, h, t) for h, t in _chunks(hidden_NH, targets_N, head)), hidden_NH.new_zeros(()).float())
     parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
     return _ProjectedLoss.apply(hidden_NH, targets_N, head, *parameters)
 
 
-def _chunks(hidden_NH: Tensor, targets_N: Tensor, head: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    rows = chunk_rows(int(head.out_features))  # type: ignore[arg-type]
-    return list(zip(hidden_NH.split(rows), targets_N.split(rows), strict=True))
-
-
 def chunk_rows(vocabulary: int) -> int:
-    """Targets projected at once."""
+    """Targets projected at once by a head that runs its own backward."""
     return max(CHUNK_LOGITS // vocabulary, 1)
 
 
-def _sum(head: nn.Module, hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
-    logits_NV = head(hidden_NH)
-    return F.cross_entropy(
-        logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)), targets_N, reduction="sum"
-    )
+class _Rows(torch.autograd.Function):
+    """Some rows, all different: index_select whose gradient is a copy, not a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x_XH: Tensor, index_N: Tensor) -> Tensor:
+        ctx.save_for_backward(index_N)
+        ctx.num_rows = x_XH.shape[0]
+        return x_XH.index_select(0, index_N)
+
+    @staticmethod
+    def backward(ctx: Any, dy_NH: Tensor) -> tuple[Tensor, None]:
+        (index_N,) = ctx.saved_tensors
+        return dy_NH.new_zeros(ctx.num_rows, dy_NH.shape[1]).index_copy_(0, index_N, dy_NH), None
+
+
+def _frozen_matrix(head: nn.Module, hidden_NH: Tensor) -> Tensor | None:
+    """The weight of a head that is nothing but a frozen matrix in memory, in the type of its input."""
+    if type(head) is not nn.Linear or head.bias is not None or head._forward_hooks or head._forward_pre_hooks:
+        return None
+    weight_VH = head.weight
+    frozen = type(weight_VH) is nn.Parameter and not weight_VH.requires_grad and "forward" not in vars(head)
+    return weight_VH if frozen and weight_VH.dtype == hidden_NH.dtype else None
+
+
+class _FrozenLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_NH: Tensor, targets_N: Tensor, weight_VH: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        gradient_NH = torch.empty_like(hidden_NH)
+        for part, logits_NV in _projected(hidden_NH, weight_VH):
+            losses.append(cross_entropy_grad(logits_NV, targets_N[part]))
+            torch.mm(logits_NV, weight_VH, out=gradient_NH[part])
+        ctx.save_for_backward(gradient_NH)
+        return torch.cat(losses).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient_NH,) = ctx.saved_tensors
+        return gradient_NH * grad_output, None, None
+
+
+def _projected(hidden_NH: Tensor, weight_VH: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """A chunk's rows and their logits, in the memory that the chunk before had."""
+    num_targets, vocabulary = len(hidden_NH), len(weight_VH)
+    rows = max(CHUNK_BYTES // (vocabulary * hidden_NH.element_size()), 1)
+    rows = min(rows // _TILE * _TILE or rows, max(num_targets, 1))
+    logits_NV = hidden_NH.new_empty(rows, vocabulary)
+    for start in range(0, max(num_targets, 1), rows):
+        chunk_NH = hidden_NH[start : start + rows]
+        yield slice(start, start + rows), torch.mm(chunk_NH, weight_VH.t(), out=logits_NV[: len(chunk_NH)])
 
 
 class _ProjectedLoss(torch.autograd.Function):
@@ -94,3 +160,15 @@ class _ProjectedLoss(torch.autograd.Function):
         (grad_output,) = grad_outputs
         hidden_grad, *grads = ctx.saved_tensors
         return hidden_grad * grad_output, None, None, *(grad * grad_output for grad in grads)
+
+
+def _chunks(hidden_NH: Tensor, targets_N: Tensor, head: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    rows = chunk_rows(int(head.out_features))  # type: ignore[arg-type]
+    return list(zip(hidden_NH.split(rows), targets_N.split(rows), strict=True))
+
+
+def _sum(head: nn.Module, hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
+    logits_NV = head(hidden_NH)
+    return F.cross_entropy(
+        logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)), targets_N, reduction="sum"
+    )
