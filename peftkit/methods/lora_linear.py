@@ -13,6 +13,9 @@ written first and the large one added to it, so that no output is passed over fo
 of W and B and no output either. A weight in 4 bits is dequantised once a pass and freed as soon as it is multiplied by.
 Saved are x and h, once for the group, for DoRA y too, and nothing of a token for layers without a trained update.
 
+All but y is saved before the large products. So activation checkpointing, which computes a layer again until it has
+what backward needs, leaves out the large product of the last linear layer, a quarter of all.
+
 N rows, I inputs, O outputs, R rank, S the sum of the ranks.
 """
 # pyright: reportIncompatibleMethodOverride=false
@@ -22,7 +25,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -87,6 +89,26 @@ class Projection:
     bias_O: Tensor | None = None
     update: Update | None = None
 
+    @property
+    def outputs(self) -> int:
+        """O."""
+        return int(getattr(self.weight, "quant_state", self.weight).shape[0])
+
+    @property
+    def is_dora(self) -> bool:
+        """Whether its outputs are scaled by learnt magnitudes."""
+        return self.update is not None and self.update.magnitude_O is not None
+
+    def multiply(self, x_NI: Tensor, y_NO: Tensor) -> None:
+        """Adds x Wᵀ to y, which is there, or without an update writes x Wᵀ + b over what is there."""
+        weight_IO = self.dense(x_NI.dtype).T
+        if self.update is not None:
+            y_NO.addmm_(x_NI, weight_IO)
+        elif self.bias_O is not None:
+            torch.addmm(self.bias_O, x_NI, weight_IO, out=y_NO)
+        else:
+            torch.mm(x_NI, weight_IO, out=y_NO)
+
     def dense(self, dtype: torch.dtype, c_O: Tensor | None = None) -> Tensor:
         """c ∘ W (O, I) in `dtype`."""
         weight_OI = dequantized(self.weight, dtype)
@@ -135,12 +157,20 @@ def project(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:
     Gradients reach x and what the updates train. The updates of a group drop the same share, and the same inputs.
     """
     parameters = [parameter for one in projections if one.update for parameter in one.update.parameters()]
-    ys = _Group.apply(x.reshape(-1, x.shape[-1]), tuple(projections), *parameters)
+    x_NI = x.reshape(-1, x.shape[-1])
+    ys = _Group.apply(x_NI, tuple(projections), *parameters)
+    with torch.no_grad():
+        for one, y_NO in zip(projections, ys, strict=True):
+            if not one.is_dora:
+                one.multiply(x_NI, y_NO.detach())
     return tuple(y_NO.view(*x.shape[:-1], y_NO.shape[1]) for y_NO in ys)
 
 
 class _Group(torch.autograd.Function):
-    """x (N, I), the projections, then `Update.parameters` of each update → y (N, O) of each projection."""
+    """x (N, I), the projections, then `Update.parameters` of each update → what the updates give to each y (N, O).
+
+    `project` adds the product with the weight, except for DoRA; the gradients are those of the whole.
+    """
 
     @staticmethod
     def forward(
@@ -156,7 +186,7 @@ class _Group(torch.autograd.Function):
         ys, cs, kept = list[Tensor](), list[Tensor | None](), list[Tensor | None]()
         for one in projections:
             if one.update is None:
-                ys.append(F.linear(x_NI, one.dense(x_NI.dtype), one.bias_O))
+                ys.append(x_NI.new_empty(len(x_NI), one.outputs))
                 continue
             y_NO, c_O = _adapted(x_NI, one, one.update, *next(low))
             ys.append(y_NO)
@@ -196,17 +226,19 @@ class _Group(torch.autograd.Function):
 def _adapted(
     x_NI: Tensor, one: Projection, update: Update, A_RI: Tensor, h_NR: Tensor, B_OR: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """y (N, O) of a layer with an update, and c (O,) for DoRA, which is also put into B."""
-    weight_OI, bias_O, c_O = one.dense(x_NI.dtype), one.bias_O, None
-    if update.magnitude_O is not None:
-        c_O = update.magnitude_O / update.row_norms(weight_OI @ A_RI.T)
-        weight_OI = one.scaled(weight_OI, c_O)
-        B_OR.mul_(c_O.unsqueeze(1))
+    """y (N, O) but for the weight's share. For DoRA all of y, and c (O,), which is put into B too."""
+    bias_O = one.bias_O
     if update.bias_O is not None:
         own_O = update.bias_O * update.scale
         bias_O = (own_O if bias_O is None else bias_O + own_O).to(x_NI.dtype)
+    weight_OI = c_O = None
+    if update.magnitude_O is not None:
+        weight_OI = one.dense(x_NI.dtype)
+        c_O = update.magnitude_O / update.row_norms(weight_OI @ A_RI.T)
+        weight_OI = one.scaled(weight_OI, c_O)
+        B_OR.mul_(c_O.unsqueeze(1))
     y_NO = h_NR @ B_OR.T if bias_O is None else torch.addmm(bias_O, h_NR, B_OR.T)
-    return y_NO.addmm_(x_NI, weight_OI.T), c_O
+    return y_NO if weight_OI is None else y_NO.addmm_(x_NI, weight_OI.T), c_O
 
 
 def _gradients(

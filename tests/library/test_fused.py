@@ -36,6 +36,7 @@ from peftkit.methods import (
     fuse,
     unfuse,
 )
+from peftkit.methods.lora_linear import Projection
 from peftkit.train.rehearsal import rehearse
 
 SHAPE: dict[str, Any] = {
@@ -188,6 +189,30 @@ def test_checkpointing_drops_the_same_inputs_again(seed: int) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     torch.manual_seed(seed)
     assert_same(loss_and_gradients(model, batch), wanted, 1e-7)
+
+
+@pytest.mark.parametrize("variant", ["plain", "dora"])
+def test_checkpointing_does_not_multiply_again_by_a_layers_last_weight(
+    seed: int, variant: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = a_model("llama", LoraConfig(r=4, alpha=8, variant=variant), seed), a_batch(seed)
+    fuse(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    read: list[int] = []
+    dense = Projection.dense
+
+    def counted(one: Projection, *args: Any) -> Tensor:
+        read.append(one.weight.data_ptr())
+        return dense(one, *args)
+
+    monkeypatch.setattr(Projection, "dense", counted)
+    loss = model(**batch, use_cache=False).loss
+    forward = len(read)
+    loss.backward()
+    layer: Any = model.base_model.layers[1]
+    times = {"plain": (2, 3), "dora": (3, 3)}[variant]
+    assert forward == 14
+    assert (read.count(layer.mlp.down_proj.weight.data_ptr()), read.count(layer.mlp.up_proj.weight.data_ptr())) == times
 
 
 def test_detaching_gives_the_base_back(seed: int) -> None:
