@@ -16,6 +16,8 @@ REPEATS = 7
 _GRAPH_US = 2000.0
 """Least length of a timed graph: events resolve half a microsecond."""
 _MAX_LAUNCHES = 512
+_LONG_US = 5000.0
+"""Beside a call of this length launches cost nothing: it is timed outside a graph, where it may wait for the device."""
 
 Call = Callable[[], object]
 
@@ -33,13 +35,17 @@ class Timing:
 
 
 def time_calls(calls: Sequence[Call], *, floor_us: float, repeats: int = REPEATS) -> Timing:
-    """Times one of `calls`, which do the same work on different memory, by replays of a graph of all of them.
+    """Times one of `calls`, which do the same work on different memory, by replays of a graph of all of them; a
+    long one by itself.
 
     floor_us: what a call takes at least, for the length of the graph. Nothing is compiled or allocated while timing.
     """
     for call in calls:
         call()
     torch.cuda.synchronize()
+    if floor_us > _LONG_US:
+        times = sorted(_event_us(calls[i % len(calls)]) for i in range(repeats))
+        return Timing(statistics.median(times), times[0], times[-1], repeats, 1)
     rounds = math.ceil(_GRAPH_US / (len(calls) * max(floor_us, 2.0)))
     rounds = max(1, min(rounds, _MAX_LAUNCHES // len(calls)))
     graph = torch.cuda.CUDAGraph()
