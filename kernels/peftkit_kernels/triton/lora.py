@@ -6,6 +6,7 @@ Bound by memory: A and B of the distinct adapters at few rows, y at many.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import get_args
 
 import torch
@@ -58,8 +59,8 @@ def grouped_lora(
     assert y_TO.stride(1) == 1 and x_TI.stride(1) == 1, "rows of x and y are contiguous"
     tables = (offset_a_PS, offset_b_PS, rank_PS, scale_PS, offset_c_PS)
     assert all(table.is_contiguous() for table in tables), "tables are contiguous"
-    cuts = _config("lora", num_rows, num_segments, deterministic, y_TO.device)
     num_projections, features = len(out_features), x_TI.shape[1]
+    cuts = _for_columns(_config("lora", num_rows, num_segments, deterministic, y_TO.device), features, out_features)
     _, shares = cuts.steps(features)
     inner = torch.empty((shares, num_rows, num_projections, MAX_RANK), dtype=torch.float32, device=y_TO.device)
     rows = (row_X, segment_start_G1, segment_slot_G)
@@ -235,6 +236,13 @@ def _update(
         n_N = tl.load(rescaling_at + out + n, mask=inside, other=0.0).to(tl.float32)
         total += m_N[:, None] * total + n_N[:, None]
     tl.store(y + n[:, None], total.to(value.dtype), mask=mask)
+
+
+def _for_columns(cuts: Config, features: int, out_features: tuple[int, ...]) -> Config:
+    """Half the shares where single rows meet many columns, as each program of expand adds all shares up."""
+    if cuts.shrink_rows > 1 or sum(out_features) < 4 * features:
+        return cuts
+    return replace(cuts, splits=max(1, cuts.splits // 2))
 
 
 def _shrink_constants(cuts: Config, num_projections: int, features: int, pdl: bool) -> dict[str, int | bool]:

@@ -63,7 +63,7 @@ class Flat:
 
 
 FLAT = Flat(words=512, num_warps=4)
-ONE = One(outs=8, halves=128, num_warps=4, per_sm=4)
+ONE = One(outs=4, halves=128, num_warps=4, per_sm=6)
 
 CONFIGS: Mapping[tuple[int, int], Config] = MappingProxyType(
     {
