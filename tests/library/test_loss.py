@@ -28,7 +28,7 @@ def head_of(weight: Tensor, kind: type[nn.Linear] = nn.Linear, trained: bool = F
 def inputs(
     rows: int, vocabulary: int, hidden: int, dtype: torch.dtype, device: str = "cpu"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    weight = torch.randn(vocabulary, hidden, device=device).mul_(3 / hidden**0.5).to(dtype)
+    weight = torch.randn(vocabulary, hidden, device=device).mul_(1.5 / hidden**0.5).to(dtype)
     targets = torch.randint(vocabulary, (rows,), device=device)
     return torch.randn(rows, hidden, device=device).to(dtype).requires_grad_(), targets, weight
 
