@@ -48,6 +48,7 @@ def check(
     from peftkit.base import load_tokenizer, resolve_base
     from peftkit.data.audit import audit_source, check_overlap
     from peftkit.data.dataset import Encoding
+    from peftkit.data.sources import open_source
 
     typed = {"valid": valid, "format": format, "turns": turns, "max_length": max_length, "too_long": too_long}
     named, data = _settings(what, {field: value for field, value in typed.items() if value is not None})
@@ -56,7 +57,7 @@ def check(
     tokenizer = load_tokenizer(resolve_base(str(base or named)))
     encoding = Encoding(tokenizer, data.max_length, data.format, data.turns, data.too_long == "drop")
     found = {
-        part: audit_source(name, encoding, max_rows=rows or None, num_shown=show)
+        part: audit_source(open_source(name, streaming=data.streaming), encoding, max_rows=rows or None, num_shown=show)
         for part, name in (("train", data.train), ("valid", data.valid))
         if name
     }

@@ -8,11 +8,10 @@ from itertools import groupby
 
 from transformers import PreTrainedTokenizerBase
 
-from peftkit.data.dataset import Dataset, Encoding, Stream, collect
+from peftkit.data.dataset import Dataset, Encoding, Stream, collect, overlap
 from peftkit.data.encode import Sample
 from peftkit.data.formats import Row, read_rows, row_key
-from peftkit.data.sources import open_source
-from peftkit.errors import DataError
+from peftkit.data.sources import Source
 
 _BARS = 8
 _BAR_WIDTH = 30
@@ -107,11 +106,10 @@ def audit(data: Dataset | Stream, tokenizer: PreTrainedTokenizerBase, *, num_sho
 
 
 def audit_source(
-    name: str, encoding: Encoding, *, max_rows: int | None, num_shown: int = 3, seed: int = 0
+    source: Source, encoding: Encoding, *, max_rows: int | None, num_shown: int = 3, seed: int = 0
 ) -> tuple[Audit, dict[bytes, str]]:
     """Reads every row of a source, encodes at most `max_rows` of them drawn at random (None: all), and returns the
     figures and, for each distinct row's key, where it stands. Raises DataError for what is wrong with a row."""
-    source = open_source(name)
     draw = random.Random(seed)
     kept: list[tuple[int, Row]] = []
     keys: dict[bytes, str] = {}
@@ -133,12 +131,7 @@ def check_overlap(train: Mapping[bytes, str], valid: Mapping[bytes, str]) -> Non
     """Raises DataError where a held-out row is a training row as well; both as the rows' keys and where they stand."""
     both = [key for key in valid if key in train]
     if both:
-        more = f", and so are {len(both) - 1:,} more" if len(both) > 1 else ""
-        raise DataError(
-            f"{valid[both[0]]}: this held-out row is trained on too, at {train[both[0]]}{more}: take such rows out of "
-            "one of the files, or set data.allow_overlap to true",
-            field="data.valid",
-        )
+        raise overlap(valid[both[0]], train[both[0]], len(both) - 1)
 
 
 def pieces(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:

@@ -1,6 +1,6 @@
 """Data that is held encoded in memory, and data that is encoded as it is read."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -115,6 +115,8 @@ class Stream:
     encoding: Encoding
     head: Dataset
     """The first rows."""
+    held_out: Mapping[bytes, str] = field(default_factory=dict)
+    """Key of each row that must not be trained on → where it stands."""
 
     @property
     def name(self) -> str:
@@ -132,12 +134,25 @@ class Stream:
         return self.head.sha256
 
     def read(self, start: int) -> Iterator[Encoded]:
-        """The rows from `start` on, encoded."""
-        return self.encoding.read(self.source, start)
+        """The rows from `start` on, encoded. Raises DataError at one that is held out."""
+        for row in self.encoding.read(self.source, start):
+            if row.key in self.held_out:
+                raise overlap(self.held_out[row.key], row.where)
+            yield row
 
     def facts(self) -> dict[str, str | int]:
         """What a run's record says of its data: the figures are those of the first rows."""
         return {**self.head.facts(), "streamed": True}
+
+
+def overlap(held_out: str, trained: str, more: int = 0) -> DataError:
+    """The error that a held-out row, and so many more of them, are training rows as well."""
+    others = f", and so are {more:,} more" if more else ""
+    return DataError(
+        f"{held_out}: this held-out row is trained on too, at {trained}{others}: take such rows out of one of the "
+        "files, or set data.allow_overlap to true",
+        field="data.valid",
+    )
 
 
 def load_dataset(

@@ -75,14 +75,18 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Writes JSON so that `path` holds the old or the new content, whole, at any moment. Raises RunError."""
-    temporary = path.with_name(f".{path.name}.tmp")
     with disk_errors(path):
-        try:
-            temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-            os.replace(temporary, path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+        _replace(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def versions() -> dict[str, str]:
@@ -104,10 +108,8 @@ class MetricsLog:
             return
         self._path = out / METRICS
         with disk_errors(self._path):
-            kept = self._lines_upto({"train": step, "eval": evaluated})
-            self._file = self._path.open("w", encoding="utf-8")
-            self._file.writelines(kept)
-            self._file.flush()
+            _replace(self._path, "".join(self._lines_upto({"train": step, "eval": evaluated})))
+            self._file = self._path.open("a", encoding="utf-8")
         self._curves = _summary_writer(out / TENSORBOARD, step) if tensorboard else None
         self._wandb = _wandb_run(out) if wandb else None
 
@@ -144,11 +146,16 @@ class MetricsLog:
         if not last["train"] or not self._path.exists():
             return []
         kept: list[str] = []
-        for line in self._path.read_text(encoding="utf-8").splitlines(keepends=True):
+        for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
             if not line.endswith("\n"):  # the run was killed while writing it
                 break
-            content = json.loads(line)
-            if content["step"] <= last[content["event"]]:
+            try:
+                content = json.loads(line)
+                is_kept = content["step"] <= last[content["event"]]
+            except (ValueError, KeyError, TypeError):
+                logger.warning("%s: a line is damaged and left out: %.60s", self._path, line.strip())
+                continue
+            if is_kept:
                 kept.append(line)
         return kept
 

@@ -12,22 +12,27 @@ from peftkit.evaluate import Answer, Example
 from peftkit.methods import attached
 
 BATCH_ROWS = 16
+"""Most rows that are answered together."""
 
 
 @torch.no_grad()
 def generate_answers(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], limits: Sequence[int]
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    limits: Sequence[int],
+    *,
+    batch_positions: int,
 ) -> list[Answer]:
     """An answer to each example, up to the end of its turn or its limit, or the end of the base's context.
 
-    Prompts of like length go together, padded on the left. The model's mode stays as it was.
+    Prompts of like length go together, padded on the left: at most `batch_positions` tokens with their answers, or a
+    single row. The model's mode stays as it was.
     """
     answers: dict[int, Answer] = {}
-    order = sorted(range(len(examples)), key=lambda place: len(examples[place].prompt_ids))
     training = model.training
     model.eval()
-    for start in range(0, len(order), BATCH_ROWS):
-        places = order[start : start + BATCH_ROWS]
+    for places in _batches(examples, limits, batch_positions):
         prompts = [examples[place].prompt_ids for place in places]
         generated = _generate(model, prompts, max(limits[place] for place in places), end_of_turn(tokenizer))
         for place, ids in zip(places, generated, strict=True):
@@ -35,6 +40,18 @@ def generate_answers(
             answers[place] = Answer(str(tokenizer.decode(ids, skip_special_tokens=True)), tuple(ids))
     model.train(training)
     return [answers[place] for place in range(len(examples))]
+
+
+def _batches(examples: Sequence[Example], limits: Sequence[int], batch_positions: int) -> list[list[int]]:
+    """Places of the examples that are answered together."""
+    batches: list[list[int]] = []
+    longest = max(limits, default=0)
+    for place in sorted(range(len(examples)), key=lambda place: len(examples[place].prompt_ids)):
+        rows = min(batch_positions // (len(examples[place].prompt_ids) + longest), BATCH_ROWS)
+        if not batches or len(batches[-1]) >= rows:
+            batches.append([])
+        batches[-1].append(place)
+    return batches
 
 
 def _generate(model: PreTrainedModel, prompts: Sequence[Sequence[int]], limit: int, end: int) -> list[list[int]]:

@@ -283,7 +283,13 @@ class Trainer:
         accelerator = self._prepared.accelerator
         examples, index, count = self._prepared.examples, accelerator.process_index, accelerator.num_processes
         limits = max_answer_tokens(examples, [metric])
-        own = generate_answers(self._model, self._prepared.tokenizer, examples[index::count], limits[index::count])
+        own = generate_answers(
+            self._model,
+            self._prepared.tokenizer,
+            examples[index::count],
+            limits[index::count],
+            batch_positions=self._prepared.batch_positions,
+        )
         shares = [iter(answers) for answers in gather(own)]
         answers = [next(shares[place % count]) for place in range(len(examples))]
         return score(examples, answers, metric).value

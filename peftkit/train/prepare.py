@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -220,6 +220,8 @@ def _load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Rows:
     valid = load_dataset(data.valid, tokenizer, **how) if data.valid else None
     if valid is not None and not data.allow_overlap:
         check_overlap(train.keys, valid.keys)
+        if isinstance(train, Stream):  # whose later rows aren't known yet
+            train = replace(train, held_out=valid.keys)
     color = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     logger.info("%s", audit(train, tokenizer, seed=recipe.train.seed).text(color=color))
     asked: dict[str, Any] = {key: how[key] for key in ("format", "max_length", "drop_too_long")}

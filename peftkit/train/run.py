@@ -193,8 +193,9 @@ def _folder(recipe: Recipe) -> Path:
 
 def _answers(prepared: Prepared) -> list[str]:
     """What the model answers now to the rows that are shown."""
-    limits = [SAMPLE_TOKENS] * len(prepared.shown)
-    return [answer.text for answer in generate_answers(prepared.model, prepared.tokenizer, prepared.shown, limits)]
+    limits, positions = [SAMPLE_TOKENS] * len(prepared.shown), prepared.batch_positions
+    answers = generate_answers(prepared.model, prepared.tokenizer, prepared.shown, limits, batch_positions=positions)
+    return [answer.text for answer in answers]
 
 
 def _answers_before(out: Path) -> list[str]:

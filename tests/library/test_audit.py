@@ -20,6 +20,7 @@ from peftkit.cli.main import run as cli
 from peftkit.data import audit, check_overlap, load_dataset, open_stream
 from peftkit.data.audit import audit_source
 from peftkit.data.dataset import Encoding
+from peftkit.data.sources import open_source
 from peftkit.errors import DataError
 from peftkit.recipe import Recipe
 from peftkit.train import train
@@ -76,21 +77,21 @@ def test_what_is_trained_is_marked_and_coloured(tmp_path: Path, tokenizer: PreTr
 def test_a_large_set_is_read_whole_and_encoded_in_part(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     path = write(tmp_path / "a.jsonl", *some_rows(500))
     encoding = Encoding(tokenizer, 64)
-    found, keys = audit_source(str(path), encoding, max_rows=40)
+    found, keys = audit_source(open_source(path), encoding, max_rows=40)
     assert (found.rows, found.encoded_rows, found.samples, len(keys)) == (500, 40, 40, 500)
     assert "500 rows, of which 40 drawn at random were encoded" in found.text()
-    again, _ = audit_source(str(path), encoding, max_rows=40)
+    again, _ = audit_source(open_source(path), encoding, max_rows=40)
     assert found == again
-    other, _ = audit_source(str(path), encoding, max_rows=40, seed=1)
+    other, _ = audit_source(open_source(path), encoding, max_rows=40, seed=1)
     assert found.tokens != other.tokens or found.lengths != other.lengths
-    whole, _ = audit_source(str(path), encoding, max_rows=None)
+    whole, _ = audit_source(open_source(path), encoding, max_rows=None)
     assert whole.samples == 500
 
 
 def test_a_row_that_was_not_drawn_is_checked_all_the_same(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     path = write(tmp_path / "a.jsonl", *some_rows(300), {"prompt": "a"})
     with pytest.raises(DataError, match=r"a.jsonl:301: completion is missing"):
-        audit_source(str(path), Encoding(tokenizer, 64), max_rows=5)
+        audit_source(open_source(path), Encoding(tokenizer, 64), max_rows=5)
 
 
 # refusals ------------------------------------------------------------------------------------------------------------

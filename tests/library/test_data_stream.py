@@ -127,6 +127,24 @@ def test_a_broken_row_far_down_is_named_when_it_comes(tmp_path: Path, tokenizer:
         walk.next_window()
 
 
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_held_out_row_far_down_a_stream_is_refused_when_it_comes(
+    rows: Path, make_recipe: MakeRecipe, tmp_path: Path, allowed: bool
+) -> None:
+    lines = rows.read_text().splitlines()
+    valid = tmp_path / "valid.jsonl"
+    valid.write_text('{"prompt": "a", "completion": "b"}\n' + lines[POOL_ROWS + 7] + "\n")
+    recipe = make_recipe(
+        data={"train": str(rows), "valid": str(valid), "streaming": True, "allow_overlap": allowed},
+        train={"max_steps": 6, "batch_size": 40},
+    )
+    if allowed:
+        assert train(recipe).steps == 6
+        return
+    with pytest.raises(DataError, match=rf"valid\.jsonl:2: .* trained on too, at {rows}:{POOL_ROWS + 8}: "):
+        train(recipe)
+
+
 def test_rows_that_do_not_fit_are_dropped_from_a_stream_too(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     path = tmp_path / "rows.jsonl"
     lines = [{"prompt": "a", "completion": f" {index}" + " " * 70 * (index % 2)} for index in range(10)]

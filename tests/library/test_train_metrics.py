@@ -57,15 +57,16 @@ def test_the_best_is_the_one_whose_answers_score_best(make_recipe: MakeRecipe, t
     ],
     ids=lambda method: str(method["kind"]),
 )
+@pytest.mark.parametrize("positions", [512, 40, 1])
 def test_answers_of_a_batch_are_those_of_each_prompt_alone(
-    make_recipe: MakeRecipe, tiny_base: Path, tmp_path: Path, method: dict[str, Any]
+    make_recipe: MakeRecipe, tiny_base: Path, tmp_path: Path, method: dict[str, Any], positions: int
 ) -> None:
     model, tokenizer = load_base(tiny_base)
     attach(model, Recipe.model_validate({"method": method, "data": {"train": "x"}}).methods[0])
     examples = read_examples(str(write_valid(tmp_path)), tokenizer, max_length=64)
-    together = generate_answers(model, tokenizer, examples, [5, 3, 5, 4, 5, 5])
+    together = generate_answers(model, tokenizer, examples, [5, 3, 5, 4, 5, 5], batch_positions=positions)
     alone = [
-        generate_answers(model, tokenizer, [example], [limit])[0]
+        generate_answers(model, tokenizer, [example], [limit], batch_positions=positions)[0]
         for example, limit in zip(examples, [5, 3, 5, 4, 5, 5], strict=True)
     ]
     assert together == alone
@@ -75,7 +76,7 @@ def test_answers_of_a_batch_are_those_of_each_prompt_alone(
 def test_accuracy_of_answers_is_that_of_the_reference_itself(tiny_base: Path, tmp_path: Path) -> None:
     model, tokenizer = load_base(tiny_base)
     examples = read_examples(str(write_valid(tmp_path)), tokenizer, max_length=64)
-    given = generate_answers(model, tokenizer, examples, [4] * 6)
+    given = generate_answers(model, tokenizer, examples, [4] * 6, batch_positions=512)
     own = [
         Example(example.where, answer.text, example.prompt_ids, answer.token_ids)
         for example, answer in zip(examples, given, strict=True)
@@ -85,7 +86,8 @@ def test_accuracy_of_answers_is_that_of_the_reference_itself(tiny_base: Path, tm
 
 def test_a_prompt_at_the_end_of_the_context_is_answered_with_nothing(tiny_base: Path) -> None:
     model, tokenizer = load_base(tiny_base)
-    (answer,) = generate_answers(model, tokenizer, [Example("x:1", "b", (70,) * 256, (71,))], [5])
+    full = Example("x:1", "b", (70,) * 256, (71,))
+    (answer,) = generate_answers(model, tokenizer, [full], [5], batch_positions=512)
     assert answer.token_ids == ()
 
 
