@@ -137,6 +137,25 @@ class LiveBytes(TorchDispatchMode):
         weakref.finalize(storage, gone)
 
 
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_answers_take_no_more_memory_than_training(
+    make_recipe: MakeRecipe, tmp_path: Path, checkpointing: bool, batch_size: int
+) -> None:
+    recipe = make_recipe(
+        data={"valid": str(tmp_path / "train.jsonl"), "allow_overlap": True},
+        train={"batch_size": batch_size, "gradient_checkpointing": checkpointing},
+        eval={"metric": "exact_match"},
+    )
+    trainer = Trainer(prepare(recipe), tmp_path / "run", {})
+    with LiveBytes() as step:
+        for _ in trainer._sampler.shapes():
+            trainer._step()
+    with LiveBytes() as answers:
+        trainer._score("exact_match")
+    assert 0 < answers.most <= step.most
+
+
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize("batch_size", [None, 6])
