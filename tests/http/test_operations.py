@@ -264,7 +264,14 @@ def test_a_request_is_one_line_of_log_that_holds_no_prompt(
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hidden"}], max_tokens=1)
         with pytest.raises(openai.BadRequestError):
             client.completions.create(model="red", prompt="hidden", max_tokens=3, extra_body={"hidden": "hidden"})
-    lines: list[Any] = [record.msg for record in caplog.records if record.name == "peftkit_serve.http.guard"]
+
+        def logged() -> list[Any]:
+            return [record.msg for record in caplog.records if record.name == "peftkit_serve.http.guard"]
+
+        deadline = time.monotonic() + 5
+        while len(logged()) < 3 and time.monotonic() < deadline:  # a line follows its answer
+            time.sleep(0.01)
+    lines = logged()
     assert len(lines) == 3
     first = lines[0]
     assert first["path"] == "/v1/completions" and first["status"] == 200 and first["model"] == "red"

@@ -1,6 +1,7 @@
 """The process around the application: one bound socket, signals, and a drain before the end."""
 
 import errno
+import gc
 import ipaddress
 import socket
 import time
@@ -89,6 +90,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        gc.collect()
+        gc.freeze()  # all that a full collection would walk through, in the middle of a step, to free none of it
         self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
