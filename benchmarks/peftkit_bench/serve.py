@@ -152,7 +152,8 @@ class Bench:
         one, many = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
         step_s = (many - one) / steps
         each_ms = [1e3 * (pair[1] - pair[0]) / steps for pair in pairs]
-        floor_s = self._step_bytes(batch, min(batch, adapters), context + steps // 2) / _READ_BYTES_PER_S
+        adapter_bytes = min(batch, adapters) * self._adapter_size
+        floor_s = step_floor_s(self.engine, batch, context + steps // 2, adapter_bytes)
         return {
             "case": "decode",
             "adapters": adapters,
@@ -196,13 +197,15 @@ class Bench:
         sides = 2 * wide + 3 * (shape.hidden_size + shape.intermediate_size) + 4 * shape.hidden_size
         return count * shape.num_hidden_layers * (_RANK * sides * 4 + (64 << 10))
 
-    def _step_bytes(self, batch: int, distinct: int, context: int) -> int:
-        """Weights but for the input embedding, keys and values, and each adapter once."""
-        runner, spec = self.engine._runner, self.engine.spec
-        dtype = runner.memory.weights.dtype
-        kv = batch * context * spec.kv_bytes_per_token(dtype)
-        embedding = spec.vocab_size * spec.hidden_size * dtype.itemsize
-        return runner.weight_bytes - embedding + kv + distinct * self._adapter_size
+
+def step_floor_s(engine: Engine, rows: int, context: int, adapter_bytes: int) -> float:
+    """What a decode step takes at least: it reads the weights but for the input embedding, so many rows' keys and
+    values, and each adapter once."""
+    runner, spec = engine._runner, engine.spec
+    dtype = runner.memory.weights.dtype
+    kv_bytes = rows * context * spec.kv_bytes_per_token(dtype)
+    embedding_bytes = spec.vocab_size * spec.hidden_size * dtype.itemsize
+    return (runner.weight_bytes - embedding_bytes + kv_bytes + adapter_bytes) / _READ_BYTES_PER_S
 
 
 def measure(settings: Settings) -> Iterator[Line]:

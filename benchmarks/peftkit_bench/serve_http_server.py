@@ -14,12 +14,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from peftkit.base import BaseInfo, Fingerprint
-from peftkit_bench.serve_inputs import SHAPES, random_tensors, write_base
+from peftkit_bench.serve_inputs import SHAPES, RandomBase, random_tensors, write_base
 from peftkit_serve import AsyncEngine, Engine, Request, SamplingParams
 from peftkit_serve.http import Settings, bind, create_app, serve, url_of, write_json_lines
 from peftkit_serve.tenants.database import Database
@@ -31,21 +29,13 @@ ENGINE = "peftkit-engine"
 """The name of the thread that drives the engine."""
 
 
-class _RandomBase(BaseInfo):
-    """A base whose weights lie in no file."""
-
-    @cached_property
-    def fingerprint(self) -> Fingerprint:
-        return Fingerprint("LlamaForCausalLM", config="", weights="", tokenizer="")
-
-
 def make_engine(asked: dict[str, Any], folder: Path) -> Engine:
     """An engine over a random base of a shape, whose config and tokenizer go to `folder`, or over the base of that
     name."""
     sizes = {name: asked[name] for name in ("quant", "device", "max_requests", "max_tokens_per_step", "num_pages")}
     if asked["shape"] not in SHAPES:
         return Engine(asked["shape"], policy=FairShare(), **sizes)
-    base = _RandomBase(MODEL, write_base(folder, SHAPES[asked["shape"]], asked["max_positions"]))
+    base = RandomBase(MODEL, write_base(folder, SHAPES[asked["shape"]], asked["max_positions"]))
     return Engine(base, policy=FairShare(), source=random_tensors, **sizes)
 
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from peftkit.base import BaseInfo, Fingerprint
 from peftkit.methods import LoraConfig
 from peftkit.methods.lora import LoraSite
 from peftkit_serve.adapters.loader import LoadedAdapter
@@ -55,6 +57,14 @@ def write_base(folder: Path, shape: Shape, max_positions: int) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=max_positions).save_pretrained(folder)
     return folder
+
+
+class RandomBase(BaseInfo):
+    """A base whose weights lie in no file."""
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint("LlamaForCausalLM", config="", weights="", tokenizer="")
 
 
 class _RandomTensors:
