@@ -109,8 +109,8 @@ class Train(_Section):
     """Micro-batches of an optimiser step."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Fixes the adapter's start, the order of rows and dropout."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: about a third slower, far less memory."""
+    gradient_checkpointing: Literal["auto", "none", "selective", "full", "offload"] | bool = "auto"
+    """What the backward pass computes again to save memory; auto: as little as fits, true is full, false none."""
     save_every: int = Field(default=100, ge=0)
     """Steps between checkpoints; 0 saves only at the end and when interrupted."""
 

@@ -50,7 +50,7 @@ _WARM_STEPS = 3
 _LEAST_STEPS = 3
 _MOST_STEPS = 10
 
-LEVELS = ("none", "full")
+LEVELS = ("auto", "none", "selective", "full", "offload")
 Line = dict[str, Any]
 
 
@@ -63,7 +63,7 @@ class Case:
     method: str
     rows: int
     length: int
-    level: str = "full"
+    level: Any = "full"
     packed: bool = False
     """Rows of several sequences of random lengths, where else each is one."""
 
@@ -173,7 +173,7 @@ class Bench:
         settings, cuda = self._settings, self._settings.device.type == "cuda"
         data = random_data(case, int(self._resident.model.config.vocab_size), settings.seed)
         trainer = Trainer(adapt(self._resident, recipe(case, settings), Rows(data, None, [], [])), Path(case.shape), {})
-        model = self._resident.model
+        model, recompute = self._resident.model, trainer._prepared.recompute
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated() if cuda else 0
@@ -198,6 +198,7 @@ class Bench:
             "warm_s": round(warm_s, 2),
             "peak_bytes": peak,
             "held_bytes": held,
+            "recompute": str(recompute),
             "trainable": num_trainable(model),
             "loss_first": round(losses[0], 4),
             "loss_last": round(losses[-1], 4),
@@ -249,7 +250,7 @@ def recipe(case: Case, settings: Settings) -> Recipe:
             batch_tokens=case.rows * case.length,
             batch_size=None if case.packed else case.rows,
             seed=settings.seed,
-            gradient_checkpointing=case.level == "full",
+            gradient_checkpointing=case.level,
         ),
         log=Log(samples=0, tensorboard=False),
         out="unwritten",

@@ -158,7 +158,7 @@ def train(
     only: list[str] | None = typer.Option(
         None, "--only", help="Cases with this in their name (8b nf4, 4x2048, …); may be repeated.", metavar="NAME"
     ),
-    levels: str = typer.Option("full,none", "--levels", help="What is recomputed, with commas."),
+    levels: str = typer.Option("offload,full,none", "--levels", help="What is recomputed, with commas."),
     quick: bool = typer.Option(False, "--quick", help="The three most telling steps."),
     profile: bool = typer.Option(False, "--profile", help="Say where each step's time goes, by group of kernels."),
     losses: bool = typer.Option(False, "--losses", help="Compare 20 steps of a small base with the reference path."),

@@ -58,6 +58,7 @@ def _plan_text(plan: "DryRun") -> str:
         "memory while training (an estimate)",
         *(f"  {name:<12}{_megabytes(size):>10}" for name, size in plan.memory.parts().items()),
         f"  {'total':<12}{_megabytes(plan.memory_total):>10}",
+        f"  {'recomputed':<12}{plan.recompute:>10}",
         plan.wont_fit or f"  {'available':<12}{_megabytes(plan.memory_available):>10}",
         "",
         f"{plan.sample_where}, what is trained in [[ ]]:",

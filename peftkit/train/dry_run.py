@@ -30,6 +30,8 @@ class DryRun:
     """Bytes of all parts."""
     memory_available: int
     """Bytes that this process may hold on its device, what it holds already among them."""
+    recompute: str
+    """What the backward pass computes a second time: none, selective, full or offload."""
     wont_fit: str | None
     """That the memory doesn't suffice and the smallest change with which it would; None where it does."""
     packed: bool
@@ -77,6 +79,7 @@ def _plan(prepared: Prepared) -> DryRun:
         memory=memory,
         memory_total=memory.total,
         memory_available=available,
+        recompute=str(prepared.recompute),
         wont_fit=why_not(prepared, memory, available),
         packed=prepared.packed,
         padding=padding if prepared.packed else unpacked,

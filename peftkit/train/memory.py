@@ -50,13 +50,23 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    model: PreTrainedModel, shapes: Sequence[Shape], *, packed: bool, moments_8bit: bool = False
+    model: PreTrainedModel,
+    shapes: Sequence[Shape],
+    *,
+    packed: bool,
+    moments_8bit: bool = False,
+    layers: int | None = None,
 ) -> MemoryEstimate:
-    """The estimate for micro-batches of these shapes on a model that has its adapter."""
+    """The estimate for micro-batches of these shapes on a model that has its adapter.
+
+    With `layers` a step goes through the first of them alone; the weights are still those of all.
+    """
     held = _resident_bytes() if model.device.type == "cpu" else 0  # before a rehearsal imports anything
     trainable, weights = num_trainable(model), weight_bytes(model)
     fullest = {max(shapes, key=lambda shape: shape.rows * shape.length), max(shapes, key=lambda shape: shape.targets)}
-    step = max((rehearse(model, shape, packed=packed) for shape in fullest), key=lambda memory: memory.total)
+    step = max(
+        (rehearse(model, shape, packed=packed, layers=layers) for shape in fullest), key=lambda memory: memory.total
+    )
     return _estimate(model, trainable, weights, step, held, moments_8bit)
 
 

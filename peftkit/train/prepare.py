@@ -33,12 +33,14 @@ from peftkit.data import (
 from peftkit.data.packing import why_not
 from peftkit.errors import InputError, RecipeError
 from peftkit.evaluate import Example, read_examples
-from peftkit.methods import attach, attached
+from peftkit.methods import attach, attached, fuse
 from peftkit.recipe import Recipe
 from peftkit.train.adapter_size import check_adapter_fits
+from peftkit.train.fit import choose_recompute
 from peftkit.train.folder import versions
 from peftkit.train.memory import return_freed_memory
 from peftkit.train.processes import check_launch
+from peftkit.train.recompute import NOTHING, Recompute, set_recompute
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +84,8 @@ class Prepared:
     """Rows whose answers before and after training are recorded."""
     packed: bool
     """Training rows are laid end to end."""
+    recompute: Recompute = NOTHING
+    """What the backward pass computes a second time."""
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -127,7 +131,7 @@ class Prepared:
     def identity(self) -> dict[str, Any]:
         """What decides the run's bits: a checkpoint is only resumed by a run of the same."""
         return {
-            "recipe": self.recipe.model_dump(mode="json"),
+            "recipe": self.recipe.model_dump(mode="json", exclude={"train": {"gradient_checkpointing"}}),
             "base": asdict(self.base.fingerprint),
             "processes": self.accelerator.num_processes,
             "train": self.train.sha256,
@@ -195,10 +199,14 @@ def adapt(resident: Resident, recipe: Recipe, rows: Rows) -> Prepared:
     assert any(parameter.requires_grad for parameter in model.parameters()), "an adapter has trainable parameters"
     _check_context(model, recipe, rows)
     packed = _packing(model, recipe)
-    checkpoint_activations(model, recipe.train.gradient_checkpointing)
+    if resident.accelerator.device.type == "cuda":
+        fuse(model)
     model.train()
     accelerator, base, tokenizer = resident.accelerator, resident.base, resident.tokenizer
-    return Prepared(recipe, accelerator, base, model, tokenizer, *rows, packed)
+    prepared = Prepared(recipe, accelerator, base, model, tokenizer, *rows, packed)
+    recompute = choose_recompute(prepared)
+    set_recompute(model, recompute)
+    return replace(prepared, recompute=recompute)
 
 
 def virtual_tokens(recipe: Recipe) -> int:
@@ -255,13 +263,3 @@ def _check_context(model: PreTrainedModel, recipe: Recipe, rows: Rows) -> None:
             f"set data.max_length to {context - virtual_tokens(recipe)} or less",
             field="data.max_length",
         )
-
-
-def checkpoint_activations(model: PreTrainedModel, wanted: bool) -> None:
-    """Switches gradient checkpointing on or off. Raises RecipeError for a base that doesn't support it."""
-    if wanted and not model.supports_gradient_checkpointing:
-        raise RecipeError("train.gradient_checkpointing: this base doesn't support it: set it to false")
-    if wanted:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    elif any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        model.gradient_checkpointing_disable()

@@ -46,10 +46,13 @@ class StepMemory:
         return self.activations + self.logits
 
 
-def rehearse(model: PreTrainedModel, shape: Shape, *, packed: bool) -> StepMemory:
-    """The memory of one micro-batch's forward and backward pass. The model is afterwards as it was."""
+def rehearse(model: PreTrainedModel, shape: Shape, *, packed: bool, layers: int | None = None) -> StepMemory:
+    """The memory of one micro-batch's forward and backward pass, through the first `layers` of the base or all.
+
+    The model is afterwards as it was.
+    """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    ledger = _Ledger(fake)
+    ledger = _Ledger(fake, model.device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     kept = [parameter.grad for parameter in trained]
     # a gradient goes as soon as it is there: those of a step are counted apart, whole
@@ -59,7 +62,7 @@ def rehearse(model: PreTrainedModel, shape: Shape, *, packed: bool) -> StepMemor
     try:
         for parameter in trained:
             parameter.grad = None
-        with torch.random.fork_rng(devices=[]), _plain_weights(model), fake, ledger:
+        with torch.random.fork_rng(devices=[]), _plain_weights(model), _first_layers(model, layers), fake, ledger:
             hidden_BTH = last_hidden(model, _batch(shape, packed, model.device))
             index_N = torch.zeros(min(shape.targets, shape.rows * shape.length), dtype=torch.long, device=model.device)
             ledger.part = "logits"
@@ -92,11 +95,23 @@ def _plain_weights(model: PreTrainedModel) -> Iterator[None]:
             module._parameters["weight"] = weight
 
 
-class _Ledger(TorchDispatchMode):
-    """Counts the bytes of live storages by the part of the step in which they were made."""
+@contextmanager
+def _first_layers(model: PreTrainedModel, count: int | None) -> Iterator[None]:
+    """Inside, a base has its first `count` layers: models go by their config."""
+    whole = model.config.num_hidden_layers
+    try:
+        model.config.num_hidden_layers = whole if count is None else count
+        yield
+    finally:
+        model.config.num_hidden_layers = whole
 
-    def __init__(self, fake: FakeTensorMode) -> None:
+
+class _Ledger(TorchDispatchMode):
+    """Counts the bytes of a device's live storages by the part of the step in which they were made."""
+
+    def __init__(self, fake: FakeTensorMode, device: torch.device) -> None:
         super().__init__()
+        self._device = device.type
         self.part = "activations"
         self.fullest = {"activations": 0, "logits": 0}
         self._live = dict(self.fullest)
@@ -110,7 +125,7 @@ class _Ledger(TorchDispatchMode):
                 self._give(value)
         out = func(*args, **(kwargs or {}))
         for value in tree_leaves(out):
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and value.device.type == self._device:
                 self._count(value.untyped_storage())
         return out
 
@@ -127,7 +142,7 @@ class _Ledger(TorchDispatchMode):
         if key in self._known:
             return
         size = storage.nbytes()
-        if storage.device.type != "cpu":
+        if self._device != "cpu":
             size = -(-size // _GPU_BLOCK) * _GPU_BLOCK
         self._known.add(key)
         self._live[part] += size
