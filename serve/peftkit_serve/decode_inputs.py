@@ -5,6 +5,7 @@ of a fixed place, and those behind the last request do no harm:
 
     row        0  1  2 | 3            three requests in the bucket of four
     token      a  b  c | 0
+    source    -1  0 -1 | -1           b is what row 0 of the step before has drawn
     cell       own …   | scratch      its keys and values go into a page that no request has
     context    own …   | 1
     row_X      0  2    | 0  0         rows 0 and 2 are adapted
@@ -34,7 +35,7 @@ from peftkit_serve.sampler import Draws, is_plain, signed
 _ALIGN = 64  # bytes: kernels are compiled for aligned pointers
 _MIN_TABLE = 8  # pages of the narrowest staged block table
 
-_INT64 = ("token", "position", "cell", "segment_row", "seed", "step")
+_INT64 = ("token", "source", "position", "cell", "segment_row", "seed", "step")
 _INT32 = ("context", "num_virtual", "segment_slot", "segment_start", "top_k")
 _FLOAT32 = ("temperature", "top_p", "min_p")
 _GREEDY = SamplingParams(temperature=0.0)
@@ -65,12 +66,14 @@ def segment_buckets(num_rows: int) -> tuple[int, ...]:
 class DecodeInputs:
     """The buffers, on the host and on the device."""
 
-    def __init__(self, *, max_rows: int, max_pages: int, scratch_page: int, device: torch.device) -> None:
+    def __init__(self, *, last_token_R: Tensor, max_pages: int, scratch_page: int) -> None:
         """
-        max_rows: most requests in a step.
+        last_token_R: where a step leaves the tokens that it draws, on the device; R is most requests in a step.
         max_pages: most pages of a block table.
         scratch_page: a page that padded rows may write to.
         """
+        self.last_token_R = last_token_R
+        max_rows, device = len(last_token_R), last_token_R.device
         self.buckets = row_buckets(max_rows)
         self._max_pages = max_pages
         self._scratch_page, self._scratch_table = scratch_page, (scratch_page,)
@@ -82,6 +85,7 @@ class DecodeInputs:
         num_bytes = self._num_fixed + 4 * max_rows * max_pages
         self._staging = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._staged = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
         def field(buffer: Tensor, name: str) -> Tensor:
             count, dtype = sizes[name]
@@ -104,17 +108,19 @@ class DecodeInputs:
         """The smallest bucket that holds so many rows."""
         return next(size for size in self.buckets if size >= num_rows)
 
-    def write(self, chunks: Sequence[Chunk]) -> Bucket:
+    def write(self, chunks: Sequence[Chunk], sources: Sequence[int]) -> Bucket:
         """Stages a step of chunks of one token each and starts its copy to the device; returns the bucket it fills.
 
-        The copy of the step before must be done: the caller has seen that step's tokens.
+        sources: for each chunk the row of its token in the tokens of the step before, -1 where it is known.
         """
         num = len(chunks)
         num_rows = self.bucket_of(num)
+        if self._copied is not None:
+            self._copied.synchronize()  # of the step before: it lies behind a step whose tokens have been seen
         self._write_requests(chunks)
         starts = [chunk.start for chunk in chunks]
         self._write_tables(chunks, num_rows, pages_for(max(starts) + 1))
-        self._write_positions(chunks, np.array(starts), num_rows)
+        self._write_positions(chunks, sources, np.array(starts), num_rows)
         if self._segmented != (num, num_rows):
             self._write_segments(num, num_rows)
         self._copy(num_rows)
@@ -128,12 +134,14 @@ class DecodeInputs:
     def batch(self, bucket: Bucket, extras: Extras) -> Batch:
         """The device's buffers as a step of that bucket."""
         rows, at = bucket.num_rows, self._at
+        source_T = at["source"][:rows]
+        late_T = self.last_token_R.index_select(0, source_T.clamp(min=0))
         segments = None
         if bucket.num_segments:
             start_G1, slot_G = at["segment_start"][: bucket.num_segments + 1], at["segment_slot"][: bucket.num_segments]
             segments = Segments(at["segment_row"][:rows], start_G1, slot_G)
         return Batch(
-            token_T=at["token"][:rows],
+            token_T=torch.where(source_T < 0, at["token"][:rows], late_T),
             position_T=at["position"][:rows],
             cell_T=at["cell"][:rows],
             cu_seqlens_N1=self._cu_seqlens_N1[: rows + 1],
@@ -177,18 +185,22 @@ class DecodeInputs:
             host["min_p"][row] = params.min_p
             host["seed"][row] = 0 if sample is None else signed(sample.seed)
 
-    def _write_positions(self, chunks: Sequence[Chunk], position_N: NDArray[np.int64], num_rows: int) -> None:
+    def _write_positions(
+        self, chunks: Sequence[Chunk], sources: Sequence[int], position_N: NDArray[np.int64], num_rows: int
+    ) -> None:
         """What is new in each step; rows without a request have position 0 of the scratch page."""
         num, host = len(chunks), self._host
         page_N = self._table_NM[np.arange(num), position_N // PAGE_TOKENS].astype(np.int64)
         live = {
             "token": [chunk.token_ids[0] for chunk in chunks],
+            "source": sources,
             "step": [0 if (sample := chunk.sample) is None else sample.step for chunk in chunks],
             "position": position_N,
             "context": position_N + 1,
             "cell": page_N * PAGE_TOKENS + position_N % PAGE_TOKENS,
         }
-        padding = {"token": 0, "step": 0, "position": 0, "context": 1, "cell": self._scratch_page * PAGE_TOKENS}
+        padding = {"token": 0, "source": -1, "step": 0, "position": 0, "context": 1}
+        padding["cell"] = self._scratch_page * PAGE_TOKENS
         for name, values in live.items():
             host[name][:num] = values
             host[name][num:num_rows] = padding[name]
@@ -229,5 +241,7 @@ class DecodeInputs:
         width = self._table_NM.shape[1]
         num_bytes = self._num_fixed + 4 * width * num_rows
         self._staged[:num_bytes].copy_(self._staging[:num_bytes], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
         staged_NM = self._staged[self._num_fixed : num_bytes].view(torch.int32).view(num_rows, width)
         self._page_NM[:num_rows, :width].copy_(staged_NM)

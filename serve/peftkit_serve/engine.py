@@ -1,7 +1,15 @@
 """The engine: requests in, outputs out, one `step` at a time.
 
 A step is three calls: the scheduler plans which tokens are computed, the runner computes them and draws, the
-scheduler books what was drawn. One thread drives an engine; `AsyncEngine` is that thread for a server.
+scheduler books what was drawn. On a GPU the next step is planned and started before the last one is booked, so that
+the host works while the device does:
+
+    host     plan 1  start 1 | plan 2  start 2  book 1 | plan 3  start 3  book 2 | …
+    device                   step 1 ──────────── step 2 ──────────── step 3 ────
+
+A request that ends with a step is computed once more in the one that is under way, and that is dropped.
+
+One thread drives an engine; `AsyncEngine` is that thread for a server.
 """
 
 import logging
@@ -25,9 +33,9 @@ from peftkit_serve.grammar import Grammars
 from peftkit_serve.models.spec import ModelSpec
 from peftkit_serve.models.weights import OpenSource
 from peftkit_serve.pages import PageAllocator
-from peftkit_serve.plan import StepPlan, StepResult
+from peftkit_serve.plan import UNKNOWN, Chunk, StepPlan, StepResult
 from peftkit_serve.request import FinishReason, Request, RequestOutput, TokenLogprobs
-from peftkit_serve.runner import Runner
+from peftkit_serve.runner import Launched, Runner
 from peftkit_serve.scheduler import Policy, Scheduler
 from peftkit_serve.scheduler import Sequence as Live
 
@@ -40,6 +48,14 @@ class Scores:
 
     generated: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     prompt: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A step that was started and is not booked."""
+
+    plan: StepPlan
+    result: Launched | StepResult
 
 
 class EngineStats(TypedDict):
@@ -61,6 +77,10 @@ class EngineStats(TypedDict):
     pages_used: int
     weight_bytes: int
     kv_bytes: int
+    """KV pages, adapter memory, the largest step and graphs share one budget: see `MemorySplit`."""
+    adapter_capacity_bytes: int
+    step_bytes: int
+    graph_bytes: int
     adapter_bytes: int
     """Adapter memory in use."""
     steps: int
@@ -71,7 +91,24 @@ class EngineStats(TypedDict):
 
 
 class Engine:
-    """Generates for many requests at once over one frozen base, each with an adapter of its own or none."""
+    """Generates for many requests at once over one frozen base, each with an adapter of its own or none.
+
+    base: what `resolve_base` takes, or what it returned.
+    max_tokens_per_step: token budget of a step, prompts and generated tokens together.
+    max_requests: most requests in a step; others wait.
+    max_adapters: LoRA and bottleneck adapters on the device at a time; any number can be registered.
+    num_pages: KV memory in pages of 16 tokens; None takes what the device's memory leaves.
+    adapter_bytes: memory of these adapters on the device; None takes room for `max_adapters` LoRAs of rank 64 and both
+        embeddings, whole, of one.
+    deterministic: a request's tokens don't depend on what else is in its batch, at some cost in speed.
+    graphs: steps of generated tokens alone run as CUDA graphs; None does so on a GPU.
+    overlap: a step starts before the last one's tokens are known to the host; None does so on a GPU.
+    policy: whose turn it is among waiting requests; None for the order of arrival.
+    source: the base's tensors, where they don't come from its folder.
+
+    Raises BaseModelError for a base that can't be served, InputError for a bad number, RunError when the device has too
+    little memory.
+    """
 
     def __init__(
         self,
@@ -86,25 +123,10 @@ class Engine:
         adapter_bytes: int | None = None,
         deterministic: bool = False,
         graphs: bool | None = None,
+        overlap: bool | None = None,
         policy: Policy | None = None,
         source: OpenSource | None = None,
     ) -> None:
-        """
-        base: what `resolve_base` takes, or what it returned.
-        max_tokens_per_step: token budget of a step, prompts and generated tokens together.
-        max_requests: most requests in a step; others wait.
-        max_adapters: LoRA and bottleneck adapters on the device at a time; any number can be registered.
-        num_pages: KV memory in pages of 16 tokens; None takes what the device's memory leaves.
-        adapter_bytes: memory of these adapters on the device; None takes room for `max_adapters` LoRAs of rank 64
-            and both embeddings, whole, of one.
-        deterministic: a request's tokens don't depend on what else is in its batch, at some cost in speed.
-        graphs: steps of generated tokens alone run as CUDA graphs; None does so on a GPU.
-        policy: whose turn it is among waiting requests; None for the order of arrival.
-        source: the base's tensors, where they don't come from its folder.
-
-        Raises BaseModelError for a base that can't be served, InputError for a bad number, RunError when the device
-        has too little memory.
-        """
         _check_at_least_one(max_requests=max_requests, max_adapters=max_adapters)
         self.base = base if isinstance(base, BaseInfo) else resolve_base(base)
         self.tokenizer = load_tokenizer(self.base)
@@ -123,31 +145,13 @@ class Engine:
         )
         self.spec: ModelSpec = self._runner.spec
         self._pages = PageAllocator(self._runner.num_pages)
-        memory = self._runner.memory
-        self._pool = AdapterPool(
-            memory,
-            self._pages,
-            compute_prefix=self._runner.compute_prefix,
-            write_prefix=self._runner.write_prefix,
-            num_slots=max_adapters,
-        )
+        self._pool = AdapterPool(self._runner.memory, self._pages, self._runner, num_slots=max_adapters)
         self._scheduler = Scheduler(
-            self._pages,
-            self._pool,
-            max_tokens_per_step=max_tokens_per_step,
-            max_requests=max_requests,
-            policy=policy,
+            self._pages, self._pool, max_tokens_per_step=max_tokens_per_step, max_requests=max_requests, policy=policy
         )
-        loader = AdapterLoader(
-            self.base,
-            self.spec,
-            dtype=memory.weights.dtype,
-            base_linear=self._runner.base_linear,
-            max_weight_bytes=memory.capacity_bytes,
-            max_virtual_tokens=max(0, min(self.spec.max_position, self._scheduler.max_text_tokens(1)) - 2),
-            pinned=memory.weights.is_cuda,
-        )
-        self.adapters = AdapterStore(loader, self._pool)
+        self.adapters = AdapterStore(self._loader(), self._pool)
+        self._overlap = self._runner.on_gpu if overlap is None else overlap
+        self._under_way: _UnderWay | None = None
         assert isinstance(self.tokenizer, PreTrainedTokenizerFast)
         self._decoder = self.tokenizer.backend_tokenizer
         eos = self.tokenizer.eos_token_id
@@ -212,51 +216,82 @@ class Engine:
         return live.request_id
 
     def step(self) -> list[RequestOutput]:
-        """Computes one step. Returns an output for each request that drew a token or ended.
+        """Starts a step, and finishes one: on a GPU the one before. Returns what requests drew in it, or ended with.
 
-        When the device fails, the requests of the step are computed one by one, so that only those end with "error"
-        that fail alone too.
+        When the device fails at the start of a step, its requests are computed one by one, so that only those end with
+        "error" that fail alone too.
         """
+        outputs = self._finish() if self._scheduler.needs_tokens() else []
         plan = self._scheduler.schedule()
-        outputs = [self._end(live, "error", error=str(error)) for live, error in self._scheduler.take_rejected()]
-        if not plan.chunks:
-            return outputs
-        self._num_steps += 1
-        for part in self._computed(plan, outputs):
-            outputs += self._book(*part)
-        return outputs
+        outputs += [self._end(live, "error", error=str(error)) for live, error in self._scheduler.take_rejected()]
+        started = self._start(plan, outputs) if plan.chunks else None
+        outputs += self._finish()
+        self._under_way = started
+        return outputs if self._overlap else outputs + self._finish()
 
-    def _computed(self, plan: StepPlan, outputs: list[RequestOutput]) -> list[tuple[StepPlan, StepResult]]:
-        """The plan and its result; when it fails, each chunk with its own, those aside that fail again."""
+    def _start(self, plan: StepPlan, outputs: list[RequestOutput]) -> _UnderWay | None:
+        """Starts a step; when that fails, computes what can be computed of it at once, for `outputs`."""
+        self._num_steps += 1
         try:
-            return [(plan, self._runner.run(plan))]
+            return _UnderWay(plan, self._runner.launch(plan) if self._overlap else self._runner.run(plan))
         except Exception as error:  # whatever the device raises ends requests of this step, not the engine
             logger.exception("a step of %d requests failed", len(plan.chunks))
-            if len(plan.chunks) == 1:
-                live = self._scheduler.get(plan.chunks[0].request_id)
-                assert live is not None
-                message = f"the step that computed this request failed: {type(error).__name__}"
-                outputs.append(self._end(live, "error", error=message))
-                return []
-        # what a chunk writes it writes again alike: its own pages, from its own tokens
-        alone = [
-            StepPlan((chunk,), tuple(copy for copy in plan.copies if copy[1] in chunk.block_table))
-            for chunk in plan.chunks
-        ]
-        return [part for one in alone for part in self._computed(one, outputs)]
+            failure = error
+        outputs += self._finish()  # the step before, whose tokens are needed now
+        if len(plan.chunks) == 1:
+            outputs += self._fail(plan, failure)
+            return None
+        for chunk in plan.chunks:
+            # what a chunk writes it writes again alike: its own pages, from its own tokens
+            outputs += self._alone(chunk, tuple(copy for copy in plan.copies if copy[1] in chunk.block_table))
+        return None
+
+    def _alone(self, chunk: Chunk, copies: tuple[tuple[int, int], ...]) -> list[RequestOutput]:
+        """Computes one chunk of a step that failed, unless its request has ended."""
+        live = self._scheduler.of(chunk)
+        if live is None:
+            return []
+        if chunk.token_ids[-1] == UNKNOWN:
+            chunk = replace(chunk, token_ids=(live.token_ids[chunk.start - chunk.num_virtual],))
+        plan = StepPlan((chunk,), copies)
+        try:
+            return self._book(plan, self._runner.run(plan))
+        except Exception as error:  # this one's own fault
+            logger.exception("a step of one request failed")
+            return self._fail(plan, error)
+
+    def _finish(self) -> list[RequestOutput]:
+        """Waits for the step that is under way, if there is one, and books it."""
+        step, self._under_way = self._under_way, None
+        if step is None:
+            return []
+        if isinstance(step.result, StepResult):
+            return self._book(step.plan, step.result)
+        try:
+            result = self._runner.collect(step.result)
+        except Exception as error:  # as at its start, but what it has computed can't be told any more
+            logger.exception("a step of %d requests failed under way", len(step.plan.chunks))
+            return self._fail(step.plan, error)
+        return self._book(step.plan, result)
+
+    def _fail(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:
+        message = f"the step that computed this request failed: {type(error).__name__}"
+        lives = [self._scheduler.of(chunk) for chunk in plan.chunks]
+        return [self._end(live, "error", error=message) for live in lives if live is not None]
 
     def _book(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Appends what a step drew to its requests; an output for each of them."""
+        """Appends what a step drew to its requests; an output for each of them that has not ended meanwhile."""
+        lives = {chunk.request_id: live for chunk in plan.chunks if (live := self._scheduler.of(chunk)) is not None}
         for chunk in plan.chunks:
-            if chunk.targets:
+            if chunk.targets and chunk.request_id in lives:
                 kept = self._scores[chunk.request_id].prompt
                 kept[chunk.start - chunk.num_virtual :] = result.prompt_logprobs[chunk.request_id]
-        for request_id, one in result.logprobs.items():
-            self._scores[request_id].generated.append(one)
+        for request_id in result.logprobs.keys() & lives.keys():
+            self._scores[request_id].generated.append(result.logprobs[request_id])
         outputs = [self._advance(live) for live in self._scheduler.update(plan, result)]
-        spoiled = [self._scheduler.get(request_id) for request_id, token_id in result.tokens.items() if token_id < 0]
+        spoiled = [live for request_id, live in lives.items() if result.tokens.get(request_id, 0) < 0]
         message = "its logits are not finite: the adapter's weights are too large"
-        return outputs + [self._end(live, "error", error=message) for live in spoiled if live is not None]
+        return outputs + [self._end(live, "error", error=message) for live in spoiled]
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request at once; its last output, or None when there is no such request (any more)."""
@@ -310,13 +345,28 @@ class Engine:
             pages_total=self._pages.num_pages,
             pages_free=num_free,
             pages_used=self._pages.num_pages - num_free,
-            weight_bytes=self._runner.weight_bytes,
-            kv_bytes=self._runner.kv_bytes,
+            weight_bytes=self._runner.split.weights,
+            kv_bytes=self._runner.split.kv,
+            adapter_capacity_bytes=self._runner.split.adapters,
+            step_bytes=self._runner.split.steps,
+            graph_bytes=self._runner.split.graphs,
             adapter_bytes=self._runner.memory.used_bytes(),
             steps=self._num_steps,
             preemptions=self._scheduler.num_preemptions,
             prompt_tokens=self._num_prompt_tokens,
             generated_tokens=self._num_generated_tokens,
+        )
+
+    def _loader(self) -> AdapterLoader:
+        weights = self._runner.memory.weights
+        return AdapterLoader(
+            self.base,
+            self.spec,
+            dtype=weights.dtype,
+            base_linear=self._runner.base_linear,
+            max_weight_bytes=self._runner.memory.capacity_bytes,
+            max_virtual_tokens=max(0, min(self.spec.max_position, self._scheduler.max_text_tokens(1)) - 2),
+            pinned=weights.is_cuda,
         )
 
     def _room(self, num_virtual: int) -> int:

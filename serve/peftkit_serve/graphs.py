@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from peftkit_serve.decode_inputs import Bucket, DecodeInputs, segment_buckets
 from peftkit_serve.plan import Chunk
 
 logger = logging.getLogger(__name__)
+
+_NUM_PROBES = 4  # graphs that are captured to measure what all of them will take
 
 Logits = Callable[[Batch], Tensor]
 """Computes a step and returns the logits (X, V) of its sample rows."""
@@ -61,24 +64,44 @@ class DecodeGraphs:
         self._device = device
         self._graphs: dict[_Key, _Graph] = {}
 
-    def capture(self) -> None:
-        """Captures every graph, the largest first, so that the others find their memory in its; nothing on a CPU.
+    def measure(self) -> int:
+        """Bytes that all graphs will take, from capturing the largest few, which are dropped again.
 
-        Each function is run once before, which compiles what it launches. No request may be in the pages.
+        The largest brings the memory that the others find their own in; each of them takes what a graph itself does.
+        """
+        keys = self._keys()
+        probes = keys[:_NUM_PROBES]
+        pool, before = torch.cuda.graph_pool_handle(), _free_bytes(self._device)
+        self._capture(probes[:1], pool)
+        first = before - _free_bytes(self._device)
+        self._capture(probes[1:], pool)
+        others = before - first - _free_bytes(self._device)
+        self._graphs.clear()
+        torch.cuda.empty_cache()
+        return first + others * (len(keys) - 1) // max(1, len(probes) - 1)
+
+    def capture(self) -> int:
+        """Captures every graph, the largest first, so that the others find their memory in its; none on a CPU.
+
+        Each function is run once before, which compiles what it launches. No request may be in the pages. Returns the
+        bytes that the graphs take.
         """
         if self._device.type != "cuda":
-            return
-        begun = time.perf_counter()
-        pool = torch.cuda.graph_pool_handle()
-        with torch.inference_mode():
-            for key in self._keys():
-                self._compute(key)
-                torch.cuda.synchronize(self._device)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                    results = self._compute(key)
-                self._graphs[key] = _Graph(graph, *results)
+            return 0
+        begun, before = time.perf_counter(), _free_bytes(self._device)
+        self._capture(self._keys(), torch.cuda.graph_pool_handle())
         logger.info("captured %d decode graphs in %.1f s", len(self._graphs), time.perf_counter() - begun)
+        return before - _free_bytes(self._device)
+
+    @torch.inference_mode()
+    def _capture(self, keys: Sequence[_Key], pool: Any) -> None:
+        for key in keys:
+            self._compute(key)
+            torch.cuda.synchronize(self._device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                results = self._compute(key)
+            self._graphs[key] = _Graph(graph, *results)
 
     @property
     def num_graphs(self) -> int:
@@ -92,9 +115,12 @@ class DecodeGraphs:
         """
         return not extras.ends and all(len(chunk.token_ids) == 1 and not chunk.targets for chunk in chunks)
 
-    def run(self, chunks: Sequence[Chunk], extras: Extras) -> Drawn:
-        """Starts a step that `takes` has accepted. Its rows are the chunks in their order, more may stand behind."""
-        key = _Key(self._inputs.write(chunks), extras.bottlenecks or extras.head_lora)
+    def run(self, chunks: Sequence[Chunk], extras: Extras, sources: Sequence[int]) -> Drawn:
+        """Starts a step that `takes` has accepted. Its rows are the chunks in their order, more may stand behind.
+
+        sources: for each chunk the row of its token in the tokens of the step before, -1 where it is known.
+        """
+        key = _Key(self._inputs.write(chunks, sources), extras.bottlenecks or extras.head_lora)
         captured = self._graphs.get(key)
         if captured is None:
             assert self._device.type != "cuda", f"no graph was captured for {key}"
@@ -109,6 +135,13 @@ class DecodeGraphs:
         return sorted(keys, key=lambda key: (key.bucket.num_rows, key.bucket.num_segments, key.wide), reverse=True)
 
     def _compute(self, key: _Key) -> tuple[Tensor, Tensor]:
-        batch = self._inputs.batch(key.bucket, Extras(key.wide, key.wide, ends=False))
-        logits_NV = self._logits(batch)
-        return logits_NV, sample(logits_NV, *self._inputs.draws(key.bucket.num_rows))
+        num_rows = key.bucket.num_rows
+        logits_NV = self._logits(self._inputs.batch(key.bucket, Extras(key.wide, key.wide, ends=False)))
+        token_N = sample(logits_NV, *self._inputs.draws(num_rows))
+        torch.clamp(token_N, min=0, out=self._inputs.last_token_R[:num_rows])  # what can't be drawn is never read
+        return logits_NV, token_N
+
+
+def _free_bytes(device: torch.device) -> int:
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]

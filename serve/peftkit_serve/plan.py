@@ -2,12 +2,17 @@
 
 The scheduler answers `schedule() -> StepPlan`; the runner turns it into tensors and answers `StepResult`.
 Prefill and decode are one thing: a chunk of tokens whose keys and values are still to be computed.
+
+A step may be planned before the tokens that the step before it draws are known: see `UNKNOWN`.
 """
 
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from peftkit_serve.request import SamplingParams, TokenLogprobs
+
+UNKNOWN = -1
+"""Stands in a chunk for the token that its request draws in the step before, which is on the device only."""
 
 
 class Constraint(Protocol):
@@ -47,7 +52,7 @@ class Chunk:
 
     request_id: str
     token_ids: tuple[int, ...]
-    """New tokens: their keys and values are computed and written in this step."""
+    """New tokens: their keys and values are computed and written in this step. `UNKNOWN` may be the last one."""
     start: int
     """Position of the first one: virtual tokens + text tokens before it. Everything before is already in the pages."""
     block_table: tuple[int, ...]
@@ -62,6 +67,8 @@ class Chunk:
     """The prompt's own next tokens after the chunk's first positions, whose log-probabilities are asked for."""
     num_top_targets: int = 0
     """Likeliest tokens to report beside each of them."""
+    arrival: int = -1
+    """The request's number in order of arrival: tells it from a later one of the same id."""
 
 
 @dataclass(frozen=True, slots=True)

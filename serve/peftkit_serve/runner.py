@@ -1,38 +1,73 @@
 """A step's plan → tensors → logits → tokens, on one device; owns the weights, the KV pages and the adapter memory."""
 
+import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 
-import psutil
 import torch
 from torch import Tensor
 
 from peftkit.base import BaseInfo, Quant, auto_device, auto_dtype, check_nf4
-from peftkit.errors import InputError, RunError
-from peftkit_kernels import copy_pages
+from peftkit.errors import InputError
+from peftkit_kernels import copy_pages, sample
 from peftkit_serve.adapters.memory import AdapterMemory
-from peftkit_serve.adapters.packing import UNIT_BYTES
-from peftkit_serve.batch import Batch, Extras, build_batch
+from peftkit_serve.batch import Batch, Extras
+from peftkit_serve.budget import (
+    MemorySplit,
+    allocate_kv,
+    default_adapter_bytes,
+    default_num_pages,
+    estimated_step_bytes,
+    free_bytes,
+)
 from peftkit_serve.decode_inputs import DecodeInputs
-from peftkit_serve.graphs import DecodeGraphs, Drawn
+from peftkit_serve.graphs import DecodeGraphs
 from peftkit_serve.models.decoder import Decoder
 from peftkit_serve.models.spec import ModelSpec, read_spec
 from peftkit_serve.models.weights import OpenSource, base_linear, load_weights
 from peftkit_serve.pages import PAGE_TOKENS, pages_for
-from peftkit_serve.plan import Chunk, Sample, StepPlan, StepResult
+from peftkit_serve.plan import UNKNOWN, Chunk, Sample, StepPlan, StepResult
 from peftkit_serve.request import SamplingParams
-from peftkit_serve.sampler import draw, logprobs
+from peftkit_serve.sampler import draw, is_plain, logprobs
+from peftkit_serve.step_inputs import StepInputs
 
-_ROOMY_RANK = 64  # by default adapter memory holds all slots at this rank on every linear layer
+logger = logging.getLogger(__name__)
+
 _WARM_UP_TOKENS = (2, 17, 40, 65, 200, 257, 300, 1025)  # of steps that between them meet every kernel's configurations
 _BARE, _LORA, _ALL = Extras(False, False, False), Extras(False, False, False), Extras(True, True, False)
 _GREEDY = Sample(SamplingParams(temperature=0.0), 0, 0)
 _DRAWN = Sample(SamplingParams(temperature=1.0, top_k=8, top_p=0.9), 0, 0)
+_REPORTED = Sample(SamplingParams(temperature=1.0, top_k=8, logit_bias=((0, 1.0),), logprobs=1), 0, 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Launched:
+    """A step under way on the device."""
+
+    request_ids: tuple[str | None, ...]
+    """By row of `token_X`; None for a row that draws nothing."""
+    token_X: Tensor
+    """int64, on the host; there when the step is done."""
+    done: torch.cuda.Event | None
+    """None for a step that is done."""
 
 
 class Runner:
-    """Computes the steps that a scheduler plans. Used on the thread that steps."""
+    """Computes the steps that a scheduler plans. Used on the thread that steps.
+
+    num_slots: LoRA and bottleneck adapters on the device at a time.
+    num_pages: KV memory in pages; None takes what the device's memory leaves, and no more than `max_requests` sequences
+        of full length can use.
+    adapter_bytes: memory of adapters' weights; None takes room for a LoRA of rank 64 in each slot and both embeddings,
+        whole, of one, at most a quarter of what is free.
+    deterministic: a request's tokens don't depend on what else is in its steps.
+    graphs: steps of single tokens run on padded buffers, on a GPU as CUDA graphs; None does so on a GPU.
+    source: the base's tensors, where they don't come from its folder.
+
+    Raises BaseModelError for a base that can't be served, InputError for a bad number, RunError when the device has too
+    little memory.
+    """
 
     def __init__(
         self,
@@ -49,77 +84,98 @@ class Runner:
         graphs: bool | None = None,
         source: OpenSource | None = None,
     ) -> None:
-        """
-        num_slots: LoRA and bottleneck adapters on the device at a time.
-        num_pages: KV memory in pages; None takes what the device's memory leaves, and no more than `max_requests`
-            sequences of full length can use.
-        adapter_bytes: their memory; None takes room for a LoRA of rank 64 in each slot and both embeddings, whole, of
-            one, at most a quarter of what is free.
-        deterministic: a request's tokens don't depend on what else is in its steps.
-        graphs: steps of single tokens run on padded buffers, on a GPU as CUDA graphs; None does so on a GPU.
-        source: the base's tensors, where they don't come from its folder.
-
-        Raises BaseModelError for a base that can't be served, InputError for a bad number, RunError when the device
-        has too little memory.
-        """
-        where = auto_device(device)
-        dtype = auto_dtype("auto", where)
+        if num_pages is not None and num_pages < 1:
+            raise InputError(f"num_pages is {num_pages}: it must be at least 1", field="num_pages")
+        where = self._device = auto_device(device)
+        dtype = self._dtype = auto_dtype("auto", where)
         self.spec: ModelSpec = read_spec(base.path)
         if quant == "nf4":
             check_nf4(base, where)
-        weights = self._weights = load_weights(
-            base.path, self.spec, quant=quant, dtype=dtype, device=where, source=source
-        )
-        self.weight_bytes = weights.nbytes
-        """Bytes of all weights held: NF4 codes, and on a CPU their dequantised copies too."""
-        free = _free_bytes(where)
+        self._weights = load_weights(base.path, self.spec, quant=quant, dtype=dtype, device=where, source=source)
+        budget = free_bytes(where)
         if adapter_bytes is None:
-            roomy = num_slots * _roomy_adapter_bytes(self.spec, dtype) + _ends_bytes(self.spec, dtype)
-            adapter_bytes = min(roomy, free // 4)
-        if num_pages is None:
-            budget = free - adapter_bytes - _working_bytes(self.spec, dtype, max_tokens_per_step, max_requests)
-            useful = max_requests * pages_for(self.spec.max_position)
-            num_pages = min(default_num_pages(self.spec, budget, dtype), useful)
-        elif num_pages < 1:
-            raise InputError(f"num_pages is {num_pages}: it must be at least 1", field="num_pages")
-        self.num_pages = num_pages
-        # one page more, which rows without a request write to
-        self._kv = _allocate_kv(self.spec, num_pages + 1, dtype, where)
-        self.kv_bytes = num_pages * PAGE_TOKENS * self.spec.kv_bytes_per_token(dtype)
-        """Bytes of the KV pages that requests can have."""
+            adapter_bytes = default_adapter_bytes(self.spec, dtype, num_slots, budget)
         self.memory = AdapterMemory(
             self.spec, num_slots=num_slots, budget_bytes=adapter_bytes, dtype=dtype, device=where
         )
-        self._device = where
-        self._max_tokens = max_tokens_per_step
-        longest = self._longest = min(self.spec.max_position, num_pages * PAGE_TOKENS)
-        self._decoder = Decoder(self.spec, weights, self.memory, max_position=longest, deterministic=deterministic)
+        self._max_tokens, self._max_requests = max_tokens_per_step, max_requests
+        useful = max_requests * pages_for(self.spec.max_position)
+        self._longest = min(self.spec.max_position, PAGE_TOKENS * (num_pages or useful))
+        self._decoder = Decoder(
+            self.spec, self._weights, self.memory, max_position=self._longest, deterministic=deterministic
+        )
+        self._inputs = StepInputs(where)
+        self._last_token_R = torch.zeros(max_requests, dtype=torch.int64, device=where)
+        self._rows: dict[str, int] = {}  # where in them is what a request has drawn in the step before
         self._graphs: DecodeGraphs | None = None
-        if where.type == "cuda" if graphs is None else graphs:
-            inputs = DecodeInputs(
-                max_rows=max_requests, max_pages=pages_for(longest), scratch_page=num_pages, device=where
-            )
-            self._graphs = DecodeGraphs(inputs, self._logits, where)
-        self._warm_up()
+        padded = self.on_gpu if graphs is None else graphs
+        steps, graph_bytes = self._measure(padded and num_pages is None)
+        if num_pages is None:
+            left = budget - adapter_bytes - steps - graph_bytes
+            num_pages = min(default_num_pages(self.spec, left, dtype), useful)
+        self._allot(num_pages)
+        if padded:
+            self._graphs = self._make_graphs()
+            graph_bytes = self._graphs.capture()
+        kv_bytes = num_pages * PAGE_TOKENS * self.spec.kv_bytes_per_token(dtype)
+        self.split = MemorySplit(self._weights.nbytes, self.memory.capacity_bytes, kv_bytes, steps, graph_bytes)
+        """What the memory that it holds is for."""
+        logger.info("memory: %s", self.split)
 
-    @torch.inference_mode()
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device works beside the host."""
+        return self._device.type == "cuda"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights held: NF4 codes, and on a CPU their dequantised copies too."""
+        return self.split.weights
+
     def run(self, plan: StepPlan) -> StepResult:
-        """Copies the plan's pages, computes its chunks and draws their tokens.
+        """Computes a step and waits for it. What a plan's `UNKNOWN` tokens are is known from the step before.
 
         A token of -1 says that the request's logits are not finite, so that nothing can be drawn.
         """
-        if plan.copies:
-            source_X, destination_X = torch.tensor(plan.copies, device=self._device).unbind(1)
-            for kv in self._kv:
-                copy_pages(kv, source_X, destination_X)
-        extras = self.memory.extras_of(chunk.slot for chunk in plan.chunks)
-        if self._graphs is not None and self._graphs.takes(plan.chunks, extras):
-            return self._decode(self._graphs.run(plan.chunks, extras), plan.chunks)
-        batch = self._batch(plan.chunks)
+        launched = self.launch(plan)
+        return launched if isinstance(launched, StepResult) else self.collect(launched)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Launched | StepResult:
+        """Starts a step: copies the plan's pages, computes its chunks and draws their tokens.
+
+        One whose rows ask for more than a draw from their logits is waited for: then this is its result.
+        """
+        chunks = plan.chunks
+        self._copy_pages(plan.copies)
+        self.memory.wait_for(chunk.slot for chunk in chunks)
+        extras = self.memory.extras_of(chunk.slot for chunk in chunks)
+        sources = [self._rows[one.request_id] if one.token_ids[-1] == UNKNOWN else -1 for one in chunks]
+        if self._graphs is not None and self._graphs.takes(chunks, extras):
+            drawn = self._graphs.run(chunks, extras, sources)
+            if drawn.plain:
+                return self._started([one.request_id if one.sample else None for one in chunks], drawn.token_N)
+            rows = [row for row, chunk in enumerate(chunks) if chunk.sample is not None]
+            return self._drawn_now(drawn.logits_NV[rows], [chunks[row] for row in rows])
+        batch, draws = self._inputs.lay_out(chunks, self._last_token_R, sources)
+        batch = replace(batch, extras=extras)
         hidden_XH = self._decoder.forward(batch, self._kv)
-        if not hidden_XH.shape[0]:
-            return StepResult({})
-        return _draw(self._decoder.logits(hidden_XH, batch), plan.chunks)
+        names = [chunk.request_id for chunk in chunks if chunk.sample is not None]
+        if not len(hidden_XH):
+            return self._started(names, self._last_token_R[:0])
+        logits_XV = self._decoder.logits(hidden_XH, batch)
+        if any(one.targets or (one.sample is not None and not is_plain(one.sample)) for one in chunks):
+            return self._drawn_now(logits_XV, chunks)
+        token_X = sample(logits_XV, *draws)
+        torch.clamp(token_X, min=0, out=self._last_token_R[: len(names)])  # what can't be drawn is never read
+        return self._started(names, token_X)
+
+    def collect(self, launched: Launched) -> StepResult:
+        """Waits for a step: the only thing on the device that a step's host work waits for."""
+        if launched.done is not None:
+            launched.done.synchronize()
+        tokens = zip(launched.request_ids, launched.token_X.tolist(), strict=True)
+        return StepResult({request_id: token for request_id, token in tokens if request_id is not None})
 
     @torch.inference_mode()
     def compute_prefix(self, embeddings_VH: Tensor, block_table: Sequence[int], slot: int = -1) -> None:
@@ -127,17 +183,21 @@ class Runner:
 
         slot: the adapter whose weights apply to them, where a LoRA or bottleneck adapter goes with the tokens.
         """
-        num_virtual = embeddings_VH.shape[0]
-        chunk = Chunk("", (0,) * num_virtual, 0, tuple(block_table), slot, num_virtual, None)
-        self._decoder.forward(self._batch([chunk]), self._kv, embeddings_VH.to(self._device, self.memory.weights.dtype))
+        num_virtual, table = embeddings_VH.shape[0], tuple(block_table)
+        self.memory.wait_for((slot,))
+        for start in range(0, num_virtual, self._max_tokens):
+            part_VH = embeddings_VH[start : start + self._max_tokens].to(self._device, self._dtype, non_blocking=True)
+            chunk = Chunk("", (0,) * len(part_VH), start, table, slot, num_virtual, None)
+            self._decoder.forward(self._batch([chunk]), self._kv, part_VH)
 
     @torch.inference_mode()
     def write_prefix(self, kv_VL2KD: Tensor, block_table: Sequence[int]) -> None:
         """Writes V virtual keys and values of every layer as positions 0 to V - 1 into the pages of a block table."""
         position_V = torch.arange(kv_VL2KD.shape[0])
         page_V = torch.tensor(block_table)[position_V // PAGE_TOKENS]
-        cell_V = (page_V * PAGE_TOKENS + position_V % PAGE_TOKENS).to(self._device)
-        for kv, layer_V2KD in zip(self._kv, kv_VL2KD.to(self._device, self._kv[0].dtype).unbind(1), strict=True):
+        cell_V = self._moved(page_V * PAGE_TOKENS + position_V % PAGE_TOKENS)
+        moved = kv_VL2KD.to(self._device, non_blocking=True).to(self._dtype)
+        for kv, layer_V2KD in zip(self._kv, moved.unbind(1), strict=True):
             kv.view(-1, *kv.shape[2:]).index_copy_(0, cell_V, layer_V2KD)
 
     @torch.inference_mode()
@@ -148,31 +208,84 @@ class Runner:
     def _logits(self, batch: Batch) -> Tensor:
         return self._decoder.logits(self._decoder.forward(batch, self._kv), batch)
 
-    def _decode(self, drawn: Drawn, chunks: Sequence[Chunk]) -> StepResult:
-        """The result of a step of single tokens. Rows that ask for more than a draw are drawn anew."""
-        if not drawn.plain:
-            rows = [row for row, chunk in enumerate(chunks) if chunk.sample is not None]
-            return _draw(drawn.logits_NV[rows], [chunks[row] for row in rows])
-        tokens = drawn.token_N.tolist()  # waits for the step
-        return StepResult(
-            {chunk.request_id: tokens[row] for row, chunk in enumerate(chunks) if chunk.sample is not None}
+    def _started(self, names: Sequence[str | None], token_N: Tensor) -> Launched:
+        """The step whose rows draw for these requests; the copy of their tokens to the host is queued behind it."""
+        self._rows = {name: row for row, name in enumerate(names) if name is not None}
+        token_X = torch.empty(len(names), dtype=torch.int64, pin_memory=self.on_gpu)
+        token_X.copy_(token_N[: len(names)], non_blocking=True)
+        done = torch.cuda.Event() if self.on_gpu else None
+        if done is not None:
+            done.record()
+        return Launched(tuple(names), token_X, done)
+
+    def _drawn_now(self, logits_XV: Tensor, chunks: Sequence[Chunk]) -> StepResult:
+        """The result of a step with rows that ask for more than a draw."""
+        result = _draw(logits_XV, chunks)
+        self._rows = {name: row for row, name in enumerate(result.tokens)}
+        last_token_X = torch.tensor([max(0, token) for token in result.tokens.values()], dtype=torch.int64)
+        self._last_token_R[: len(last_token_X)] = self._moved(last_token_X)
+        return result
+
+    def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        if copies:
+            source_X, destination_X = self._moved(torch.tensor(copies)).unbind(1)
+            for kv in self._kv:
+                copy_pages(kv, source_X, destination_X)
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        """On the device, which nobody waits for."""
+        if not self.on_gpu:
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+    def _batch(self, chunks: Sequence[Chunk]) -> Batch:
+        return self._inputs.lay_out(chunks, self._last_token_R, [-1] * len(chunks)).batch
+
+    def _allot(self, num_pages: int) -> None:
+        """Pages for requests, and one more, which rows without a request write to."""
+        self.num_pages = self._scratch_page = num_pages
+        self._kv = allocate_kv(self.spec, num_pages + 1, self._dtype, self._device)
+
+    def _make_graphs(self) -> DecodeGraphs:
+        inputs = DecodeInputs(
+            last_token_R=self._last_token_R, max_pages=pages_for(self._longest), scratch_page=self._scratch_page
         )
+        return DecodeGraphs(inputs, self._logits, self._device)
+
+    def _measure(self, with_graphs: bool) -> tuple[int, int]:
+        """Bytes that the largest step takes, and all graphs, over the scratch page alone.
+
+        On the way all is compiled that steps on a GPU need, so that no request waits for it.
+        """
+        if not self.on_gpu:
+            return estimated_step_bytes(self.spec, self._dtype, self._max_tokens, self._max_requests), 0
+        self._allot(0)
+        self._warm_up()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self._device)
+        self._largest_step()
+        steps = torch.cuda.memory_reserved(self._device) - before
+        return steps, self._make_graphs().measure() if with_graphs else 0
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Compiles and captures all that steps on a GPU need, so that no request waits for it.
+        """Runs steps that between them compile every kernel of those that are launched one by one.
 
         Kernels' configurations follow from the numbers of rows, requests and segments; the ranks may be 0.
         """
-        if self._device.type != "cuda":
-            return
         sizes = sorted({min(size, self._max_tokens) for size in (*_WARM_UP_TOKENS, self._max_tokens)})
         for size, beside, extras in product(sizes, (0, 1), (_BARE, _LORA, _ALL)):
             chunks = self._scratch_chunks([size - beside, *[1] * beside], -1 if extras is _BARE else 0)
             batch = replace(self._batch(chunks), extras=extras)
             draw(self._logits(batch), [one.sample for one in chunks if one.sample is not None])
-        if self._graphs is not None:
-            self._graphs.capture()
+
+    @torch.inference_mode()
+    def _largest_step(self) -> None:
+        """As many tokens and requests as a step can have, with all that adapters can have, and all that is drawn by."""
+        others = self._max_requests - 1
+        chunks = self._scratch_chunks([self._max_tokens - others, *[1] * others], 0)
+        chunks = [replace(chunk, sample=_REPORTED) for chunk in chunks]
+        _draw(self._logits(replace(self._batch(chunks), extras=_ALL)), chunks)
 
     def _scratch_chunks(self, num_tokens: Sequence[int], slot: int) -> list[Chunk]:
         """Chunks of so many tokens in the scratch page, cut where a sequence can't be longer."""
@@ -180,12 +293,9 @@ class Runner:
         for count in num_tokens:
             for start in range(0, count, self._longest):
                 size = min(self._longest, count - start)
-                table = (self.num_pages,) * pages_for(size)
+                table = (self._scratch_page,) * pages_for(size)
                 chunks.append(Chunk("", (0,) * size, 0, table, slot, 0, _DRAWN if chunks else _GREEDY))
         return chunks
-
-    def _batch(self, chunks: Sequence[Chunk]) -> Batch:
-        return build_batch(chunks, page_tokens=PAGE_TOKENS, device=self._device)
 
 
 def _draw(logits_XV: Tensor, chunks: Sequence[Chunk]) -> StepResult:
@@ -224,48 +334,3 @@ def _draw(logits_XV: Tensor, chunks: Sequence[Chunk]) -> StepResult:
             for chunk, rows in scored
         },
     )
-
-
-def default_num_pages(spec: ModelSpec, budget_bytes: int, dtype: torch.dtype) -> int:
-    """KV pages that fit into a byte budget. Raises RunError when not one does."""
-    page_bytes = PAGE_TOKENS * spec.kv_bytes_per_token(dtype)
-    if budget_bytes < page_bytes:
-        raise RunError(
-            f"no memory is left for keys and values: a page takes {page_bytes} bytes, {max(0, budget_bytes)} are free"
-        )
-    return budget_bytes // page_bytes
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Bytes that may be taken on a device; a part is left to the system, and on a CPU to other programs."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * 0.9)
-    return psutil.virtual_memory().available // 2
-
-
-def _working_bytes(spec: ModelSpec, dtype: torch.dtype, max_tokens: int, max_requests: int) -> int:
-    """Upper estimate of a step's activations and logits."""
-    widest = 3 * spec.intermediate_size + 4 * spec.hidden_size + 4 * spec.num_heads * spec.head_dim
-    return max_tokens * widest * dtype.itemsize + max_requests * spec.vocab_size * 16
-
-
-def _roomy_adapter_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    layer = _ROOMY_RANK * dtype.itemsize * sum(out + inside for out, inside in spec.projection_shapes)
-    return spec.num_layers * -(-layer // UNIT_BYTES) * UNIT_BYTES
-
-
-def _ends_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Both embeddings whole, as one adapter may have them."""
-    return 2 * -(-spec.vocab_size * spec.hidden_size * dtype.itemsize // UNIT_BYTES) * UNIT_BYTES
-
-
-def _allocate_kv(spec: ModelSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """One kv_PZ2KD a layer, not initialised: a position is written before it is read."""
-    shape = (num_pages, PAGE_TOKENS, 2, spec.num_kv_heads, spec.head_dim)
-    try:
-        return [torch.empty(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
-    except RuntimeError as error:  # torch's out-of-memory error on every device
-        num_bytes = num_pages * PAGE_TOKENS * spec.kv_bytes_per_token(dtype)
-        raise RunError(
-            f"{num_pages} KV pages take {num_bytes} bytes, too many for {device}: lower num_pages"
-        ) from error

@@ -2,7 +2,8 @@
 
 There is no prefill and no decode here. A sequence has tokens whose keys and values are not computed yet (a new one
 all of its prompt, a running one the token drawn last, a preempted one everything again), and each step hands out a
-budget of tokens: to running sequences first, then to waiting ones in order of arrival.
+budget of tokens: to running sequences first, then to waiting ones in order of arrival. A step can be planned while the
+one before is under way: its tokens are counted as drawn, and filled in by `update`.
 
     waiting ──admit: pages for all known tokens, adapter pinned──▶ running ──finish──▶ gone
        ▲                                                              │
@@ -19,7 +20,7 @@ from typing import Literal, Protocol
 
 from peftkit.errors import AdapterError, InputError
 from peftkit_serve.pages import NO_PREFIX, PAGE_TOKENS, PageAllocator, Prefix, pages_behind, pages_for
-from peftkit_serve.plan import Chunk, Constraint, Sample, StepPlan, StepResult
+from peftkit_serve.plan import UNKNOWN, Chunk, Constraint, Sample, StepPlan, StepResult
 from peftkit_serve.request import SamplingParams
 
 
@@ -135,12 +136,14 @@ class Sequence:
     priority: int = 0
     constraint: Constraint | None = None
     arrival: int = -1
+    num_ahead: int = 0
+    """Tokens that steps under way draw: they come behind `token_ids` and are not known yet."""
     num_computed: int = 0
-    """Tokens of `token_ids` whose keys and values are in the pages."""
+    """Tokens whose keys and values are in the pages, or will be when the steps under way are done."""
     num_charged: int = 0
     """Tokens of the prompt that were computed at least once."""
     num_scored: int = 0
-    """Prompt tokens after the first whose log-probabilities were asked for and computed."""
+    """Prompt tokens after the first whose log-probabilities were asked for and computed, likewise."""
     num_bypassed: int = 0
     """Later arrivals that were admitted while its adapter was not ready."""
     first_passed: int = -1
@@ -154,30 +157,51 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt
 
     @property
-    def num_positions(self) -> int:
-        """Positions that the pages must hold: virtual tokens and all known tokens."""
-        return self.num_virtual + len(self.token_ids)
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens, those under way included."""
+        return len(self.token_ids) + self.num_ahead
 
-    def chunk(self, num_tokens: int) -> Chunk:
-        """The next `num_tokens` tokens to compute."""
+    @property
+    def num_positions(self) -> int:
+        """Positions that the pages must hold: virtual tokens and all other tokens."""
+        return self.num_virtual + self.num_tokens
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether all tokens that it may have are generated or under way: nothing is left to compute."""
+        return self.num_generated + self.num_ahead >= self.params.max_tokens
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether its next token can't be drawn before the last one is known on the host."""
+        return self.num_ahead > 0 and (self.params.has_penalties or self.constraint is not None)
+
+    def take(self, num_tokens: int) -> Chunk:
+        """The next `num_tokens` tokens to compute; from now on they are under way."""
         assert self.residence is not None and 0 < num_tokens
-        end = self.num_computed + num_tokens
+        start, end = self.num_computed, self.num_computed + num_tokens
+        known = self.token_ids[start:end]
         scored = self.params.prompt_logprobs is not None and self.num_scored < self.num_prompt - 1
-        return Chunk(
+        chunk = Chunk(
             request_id=self.request_id,
-            token_ids=tuple(self.token_ids[self.num_computed : end]),
-            start=self.num_virtual + self.num_computed,
+            token_ids=(*known, *(UNKNOWN,) * (num_tokens - len(known))),
+            start=self.num_virtual + start,
             block_table=tuple(self.table),
             slot=self.residence.slot,
             num_virtual=self.num_virtual,
-            sample=self._sample() if end == len(self.token_ids) else None,
-            targets=tuple(self.token_ids[self.num_computed + 1 : min(end + 1, self.num_prompt)]) if scored else (),
+            sample=self._sample() if end == self.num_tokens else None,
+            targets=tuple(self.token_ids[start + 1 : min(end + 1, self.num_prompt)]) if scored else (),
             num_top_targets=self.params.prompt_logprobs or 0,
+            arrival=self.arrival,
         )
+        self.num_computed = end
+        self.num_scored += len(chunk.targets)
+        self.num_ahead += chunk.sample is not None
+        return chunk
 
     def _sample(self) -> Sample:
         history = tuple(self.token_ids) if self.params.has_penalties else ()
-        return Sample(self.params, self.seed, self.num_generated, history, self.constraint)
+        return Sample(self.params, self.seed, self.num_generated + self.num_ahead, history, self.constraint)
 
 
 class Scheduler:
@@ -238,6 +262,15 @@ class Scheduler:
         """The sequence of a request that has not ended."""
         return self._sequences.get(request_id)
 
+    def of(self, chunk: Chunk) -> Sequence | None:
+        """The sequence that a chunk is a share of, if it has not ended."""
+        sequence = self._sequences.get(chunk.request_id)
+        return None if sequence is None or sequence.arrival != chunk.arrival else sequence
+
+    def needs_tokens(self) -> bool:
+        """Whether a running sequence can't go on before the tokens of the step under way are known."""
+        return any(sequence.needs_tokens for sequence in self._running)
+
     def max_text_tokens(self, num_virtual: int) -> int:
         """Most text tokens, prompt and generated, that the pages hold for one request that is alone."""
         partial = 1 if num_virtual % PAGE_TOKENS else 0  # the prefix's own last page, beside the request's copy of it
@@ -272,13 +305,15 @@ class Scheduler:
         position = 0
         while position < len(self._running):
             sequence = self._running[position]
+            if sequence.is_drawn:
+                position += 1
+                continue
             if not self._grow(sequence, position):
                 continue
             position += 1
             reserved = len(self._running) - position  # a token for each one behind: a long prompt stalls nobody
-            num_missing = len(sequence.token_ids) - sequence.num_computed
-            num_tokens = min(num_missing, budget - reserved)
-            chunks.append(sequence.chunk(num_tokens))
+            num_tokens = min(sequence.num_tokens - sequence.num_computed, budget - reserved)
+            chunks.append(sequence.take(num_tokens))
             budget -= num_tokens
         if self.num_preemptions == num_preemptions:
             self._admit(budget, chunks, copies)
@@ -287,14 +322,16 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> list[Sequence]:
         """Books what a step computed. Returns the sequences that drew a token: it is the last of their `token_ids`.
 
-        One whose draw is -1 is left as it is, for the caller to end.
+        Steps are booked in the order of their plans. One whose draw is -1 is left as it is, for the caller to end; what
+        was computed of sequences that have ended meanwhile is dropped.
         """
         drawn: list[Sequence] = []
         for chunk in plan.chunks:
-            sequence = self._sequences[chunk.request_id]
-            sequence.num_computed += len(chunk.token_ids)
-            sequence.num_scored += len(chunk.targets)
-            known = min(sequence.num_computed, sequence.num_prompt)
+            sequence = self.of(chunk)
+            if sequence is None:
+                continue
+            sequence.num_ahead -= chunk.sample is not None
+            known = min(chunk.start - chunk.num_virtual + len(chunk.token_ids), sequence.num_prompt)
             num_new, sequence.num_charged = known - sequence.num_charged, max(known, sequence.num_charged)
             if chunk.sample is not None and (token_id := result.tokens[chunk.request_id]) >= 0:
                 sequence.token_ids.append(token_id)
@@ -328,10 +365,10 @@ class Scheduler:
         assert len(queued) == len(self._sequences) and all(self._sequences[s.request_id] is s for s in queued)
         for queue in (self._running, self._waiting):
             assert all(a.arrival < b.arrival for a, b in pairwise(queue)), "a queue is out of order"
-        assert len(self._running) <= self._max_requests
+        assert sum(not sequence.is_drawn for sequence in self._running) <= self._max_requests
         for sequence in self._running:
             assert sequence.residence is not None
-            assert 0 <= sequence.num_computed < len(sequence.token_ids)
+            assert 0 <= sequence.num_computed < sequence.num_tokens
             assert len(sequence.table) >= pages_for(sequence.num_virtual + sequence.num_computed)
             held.update(sequence.table)
         for sequence in self._waiting:
@@ -387,10 +424,12 @@ class Scheduler:
         """
         passed: list[Sequence] = []
         unready: set[str | None] = set()
-        if budget <= 0 or not self._waiting or len(self._running) >= self._max_requests:
+        if budget <= 0 or not self._waiting or len(chunks) >= self._max_requests:
             return
         for sequence in self._policy.order(tuple(self._waiting)):
             if len(passed) == self._max_bypass or any(self._is_overdue(one) for one in passed):
+                break
+            if sequence.num_ahead:  # preempted just now, while it draws
                 break
             outcome = "unready" if sequence.uid in unready else self._place(sequence, copies)
             if outcome == "short":
@@ -408,9 +447,9 @@ class Scheduler:
                 one.num_bypassed += 1
             insort(self._running, sequence, key=lambda one: one.arrival)
             num_tokens = min(len(sequence.token_ids), budget)
-            chunks.append(sequence.chunk(num_tokens))
+            chunks.append(sequence.take(num_tokens))
             budget -= num_tokens
-            if budget <= 0 or len(self._running) >= self._max_requests:
+            if budget <= 0 or len(chunks) >= self._max_requests:
                 break
 
     def _is_overdue(self, passed: Sequence) -> bool:

@@ -23,8 +23,14 @@ from peftkit.methods import (
 from peftkit.methods.prefix import kv_width
 from peftkit_serve import Engine
 from peftkit_serve.plan import StepPlan, StepResult
+from peftkit_serve.runner import Launched
 
 CONTEXT = 160
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--duration", type=float, default=3.0, help="seconds that each fuzz of the engine takes")
+
 
 CONFIG = LlamaConfig(
     vocab_size=260,
@@ -182,15 +188,15 @@ def record_logits(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], dict[tu
 
     def watch(engine: Engine) -> dict[tuple[str, int], torch.Tensor]:
         seen: dict[tuple[str, int], torch.Tensor] = {}
-        run, logits = engine._runner.run, engine._runner._decoder.logits
+        launch, logits = engine._runner.launch, engine._runner._decoder.logits
         rows: list[torch.Tensor] = []
 
         def keep(*args: Any) -> torch.Tensor:
             rows[:] = [logits(*args)]
             return rows[0]
 
-        def watched(plan: StepPlan) -> StepResult:
-            result = run(plan)
+        def watched(plan: StepPlan) -> Launched | StepResult:
+            result = launch(plan)
             drawn = [chunk for chunk in plan.chunks if chunk.sample is not None]
             for row, chunk in enumerate(drawn):
                 assert chunk.sample is not None
@@ -198,7 +204,7 @@ def record_logits(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], dict[tu
             return result
 
         monkeypatch.setattr(engine._runner._decoder, "logits", keep)
-        monkeypatch.setattr(engine._runner, "run", watched)
+        monkeypatch.setattr(engine._runner, "launch", watched)
         return seen
 
     return watch

@@ -201,7 +201,7 @@ async def test_a_failing_step_ends_its_streams_with_an_error_and_the_engine_live
     engine = make_engine()
     async with running(engine) as async_engine:
         with monkeypatch.context() as patch:
-            patch.setattr(engine._runner, "run", lambda plan: 1 / 0)
+            patch.setattr(engine._runner, "launch", lambda plan: 1 / 0)
             outputs = await asyncio.gather(*(last_of(async_engine, ask([n])) for n in range(3)))
         assert [output.finish_reason for output in outputs] == ["error"] * 3
         assert outputs[0].error and "ZeroDivisionError" in outputs[0].error

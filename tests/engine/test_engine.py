@@ -225,20 +225,21 @@ def test_aborting_at_any_moment_gives_back_everything(
     assert_nothing_held(engine)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(
-    make_engine: MakeEngine, prompt_folder: Folder, seed: int, monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, prompt_folder: Folder, seed: int, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
-    engine, rng = make_engine(max_requests=2), random.Random(seed)
+    engine, rng = make_engine(max_requests=2, overlap=overlap), random.Random(seed)
     engine.adapters.add("p", prompt_folder(seed))
     expected = [solo(engine, ask([5, 6, 7], name)).token_ids for name in (None, "p")]
     failing = [engine.add_request(ask(random_prompt(rng, high=9), name)) for name in (None, "p")]
     waiting = [engine.add_request(ask([5, 6, 7], name)) for name in (None, "p")]
 
-    def run(plan: StepPlan) -> StepResult:
+    def launch(plan: StepPlan) -> StepResult:
         raise torch.OutOfMemoryError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, "run", run)
+        patch.setattr(engine._runner, "launch", launch)
         outputs = engine.step()
     assert [(output.request_id, output.finish_reason) for output in outputs] == [(one, "error") for one in failing]
     assert all(output.error and "OutOfMemoryError" in output.error for output in outputs)
@@ -275,7 +276,7 @@ def test_a_prompt_adapter_that_cannot_be_computed_fails_its_request_only_and_is_
         raise torch.OutOfMemoryError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._pool, "_compute_prefix", compute)
+        patch.setattr(engine._runner, "compute_prefix", compute)
         broken, fine = ask([1, 2], "p"), ask([1, 2])
         outputs = {output.request_id: output for output in engine.generate([broken, fine])}
     assert outputs[broken.request_id].finish_reason == "error" and outputs[fine.request_id].finish_reason == "length"
@@ -370,8 +371,8 @@ def test_a_prompts_pages_are_computed_once_shared_and_freed_with_its_name(
     engine = make_engine()
     engine.adapters.add("p", prompt_folder(seed, 40))
     computed = []
-    compute = engine._pool._compute_prefix
-    monkeypatch.setattr(engine._pool, "_compute_prefix", lambda *args: (computed.append(1), compute(*args)))
+    compute = engine._runner.compute_prefix
+    monkeypatch.setattr(engine._runner, "compute_prefix", lambda *args: (computed.append(1), compute(*args)))
     for _ in range(4):
         engine.add_request(ask([1, 2], "p", 3))
     engine.step()

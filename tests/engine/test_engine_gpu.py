@@ -127,7 +127,7 @@ def test_replayed_graphs_have_the_bits_of_eager_steps_at_every_crossing_of_bucke
         ]
         with torch.inference_mode():
             wanted = runner._logits(runner._batch(chunks))
-            drawn = graphs.run(chunks, runner.memory.extras_of(one.slot for one in chunks))
+            drawn = graphs.run(chunks, runner.memory.extras_of(one.slot for one in chunks), [-1] * count)
         assert torch.equal(drawn.logits_NV[:count], wanted), (step, [one.slot for one in chunks])
         tokens = runner.run(StepPlan(tuple(chunks))).tokens
         runner._graphs = None
@@ -170,6 +170,20 @@ def test_a_load_keeps_the_host_and_other_steps_free_and_the_step_that_reads_it_w
         memory.free(1)
         memory.load(0, first)
         memory.load(1, second)
+
+
+def test_an_engine_takes_no_more_memory_than_its_split_says(tiny_base: Path, own_cache: None, seed: int) -> None:
+    torch.zeros(1, device="cuda")
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info()[0]
+    engine = Engine(tiny_base, device="cuda", max_requests=48, max_tokens_per_step=1024)
+    params = SamplingParams(max_tokens=30, logprobs=2, ignore_eos=True)
+    list(engine.generate([Request([5] * 200, None, params) for _ in range(100)]))
+    split = engine._runner.split
+    taken = before - torch.cuda.mem_get_info()[0]
+    assert min(split.steps, split.graphs, split.kv) > 0
+    # beside the split: modules that kernels are loaded into, and cuBLAS' workspace
+    assert taken <= split.weights + split.adapters + split.kv + split.steps + split.graphs + (256 << 20)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -56,7 +56,7 @@ class Steps:
         assert graphs.takes(chunks, extras)
         with torch.inference_mode():
             wanted = runner._logits(runner._batch(chunks))
-            drawn = graphs.run(chunks, extras)
+            drawn = graphs.run(chunks, extras, [-1] * len(chunks))
         assert torch.equal(drawn.logits_NV[: len(chunks)], wanted), (requests, slots)
         assert wanted.isfinite().all()
         runner._graphs = None
@@ -65,7 +65,7 @@ class Steps:
         assert runner.run(StepPlan(tuple(chunks))).tokens == tokens, (requests, slots)
         for n in requests:
             self.lengths[n] = min(self.lengths[n] + self.rng.randrange(2), 95)
-        bucket = graphs._inputs.write(chunks)
+        bucket = graphs._inputs.write(chunks, [-1] * len(chunks))
         return bucket.num_rows, bucket.num_segments
 
 

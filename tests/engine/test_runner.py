@@ -15,11 +15,13 @@ from peftkit.base import BaseInfo, module_shapes
 from peftkit.errors import InputError, RunError
 from peftkit.methods import LoraConfig
 from peftkit_serve.adapters.packing import pack_lora
-from peftkit_serve.batch import build_batch
+from peftkit_serve.batch import Batch
+from peftkit_serve.budget import default_num_pages
 from peftkit_serve.models.spec import read_spec
-from peftkit_serve.plan import Chunk, Sample, StepPlan
+from peftkit_serve.plan import UNKNOWN, Chunk, Sample, StepPlan, StepResult
 from peftkit_serve.request import SamplingParams
-from peftkit_serve.runner import Runner, default_num_pages
+from peftkit_serve.runner import Runner
+from peftkit_serve.step_inputs import StepInputs
 
 GREEDY = Sample(SamplingParams(temperature=0.0), 0, 0)
 MakeRunner = Callable[..., Runner]
@@ -38,15 +40,18 @@ def chunk(name: str, tokens: list[int], start: int, table: tuple[int, ...], **fi
     return Chunk(name, tuple(tokens), start, table, **({"slot": -1, "num_virtual": 0, "sample": GREEDY} | fields))
 
 
+def lay_out(chunks: list[Chunk], last: tuple[int, ...] = (), sources: list[int] | None = None) -> Batch:
+    inputs = StepInputs(torch.device("cpu"))
+    return inputs.lay_out(chunks, torch.tensor(last, dtype=torch.int64), sources or [-1] * len(chunks)).batch
+
+
 def test_a_batch_has_the_plans_order_with_adapted_rows_sorted_beside_it() -> None:
-    batch = build_batch(
+    batch = lay_out(
         [
             chunk("a", [5, 6, 7], 15, (9, 4, 8), slot=1),
             chunk("b", [3], 0, (2,), sample=None),
             chunk("c", [1, 2], 2, (7,), slot=0, num_virtual=2),
         ],
-        page_tokens=16,
-        device=torch.device("cpu"),
     )
     assert batch.token_T.tolist() == [5, 6, 7, 3, 1, 2]
     assert batch.position_T.tolist() == [15, 16, 17, 0, 2, 3]
@@ -59,8 +64,81 @@ def test_a_batch_has_the_plans_order_with_adapted_rows_sorted_beside_it() -> Non
 
 
 def test_a_batch_of_bare_rows_has_no_segments() -> None:
-    batch = build_batch([chunk("a", [1], 0, (0,))], page_tokens=16, device=torch.device("cpu"))
+    batch = lay_out([chunk("a", [1], 0, (0,))])
     assert batch.segments is None
+
+
+def naive(chunks: list[Chunk]) -> dict[str, list[int] | list[list[int]]]:
+    """A step's rows one after the other."""
+    rows = [(one, one.start + n, token) for one in chunks for n, token in enumerate(one.token_ids)]
+    first = [sum(len(one.token_ids) for one in chunks[:n]) for n in range(len(chunks) + 1)]
+    asked = [
+        (one, first[n] + m)
+        for n, one in enumerate(chunks)
+        for m in [*range(len(one.targets)), *([len(one.token_ids) - 1] if one.sample else [])]
+    ]
+    adapted = sorted((one.slot, row) for row, (one, _, _) in enumerate(rows) if one.slot >= 0)
+    answering = sorted((one.slot, row) for row, (one, _) in enumerate(asked) if one.slot >= 0)
+    return {
+        "token": [token for _, _, token in rows],
+        "position": [position for _, position, _ in rows],
+        "cell": [one.block_table[position // 16] * 16 + position % 16 for one, position, _ in rows],
+        "cu_seqlens": first,
+        "sample_row": [row for _, row in asked],
+        "segment_row": [row for _, row in adapted],
+        "segment_slot": sorted({slot for slot, _ in adapted}),
+        "sample_row_of_slot": [row for _, row in answering],
+    }
+
+
+def test_any_step_is_laid_out_row_by_row(seed: int) -> None:
+    rng, inputs = random.Random(seed), StepInputs(torch.device("cpu"))
+    for _ in range(40):
+        chunks: list[Chunk] = []
+        for n in range(rng.randint(1, 9)):
+            tokens, start = (
+                [rng.randrange(99) for _ in range(rng.choice((1, 1, rng.randint(2, 40))))],
+                rng.randrange(50),
+            )
+            table = tuple(rng.sample(range(99), -(-(start + len(tokens)) // 16) + rng.randrange(3)))
+            fields: dict[str, Any] = {"slot": rng.randint(-1, 2), "sample": rng.choice((None, GREEDY))}
+            targets = tuple(tokens[: rng.choice((0, 0, len(tokens) - 1))])
+            chunks.append(chunk(str(n), tokens, start, table, targets=targets, **fields))
+        batch, draws = inputs.lay_out(chunks, torch.zeros(0, dtype=torch.int64), [-1] * len(chunks))
+        wanted, widest = naive(chunks), max(-(-(one.start + len(one.token_ids)) // 16) for one in chunks)
+        assert [batch.token_T.tolist(), batch.position_T.tolist()] == [wanted["token"], wanted["position"]]
+        assert [batch.cell_T.tolist(), batch.sample_row_X.tolist()] == [wanted["cell"], wanted["sample_row"]]
+        assert batch.cu_seqlens_N1.tolist() == wanted["cu_seqlens"] and batch.page_NM.shape[1] == widest
+        for name, segments in (("segment_row", batch.segments), ("sample_row_of_slot", batch.sample_segments)):
+            assert (segments is None) == (not wanted[name])
+            if segments is not None:
+                assert segments.row_X.tolist() == wanted[name]
+                assert (
+                    segments.start_G1[-1] == len(segments.row_X) and len(segments.start_G1) == len(segments.slot_G) + 1
+                )
+        assert batch.segments is None or batch.segments.slot_G.tolist() == wanted["segment_slot"]
+        assert len(draws.seed) == sum(one.sample is not None for one in chunks)
+        assert all(tensor.data_ptr() % 64 == 0 for tensor in (batch.token_T, batch.page_NM, draws.top_p) if len(tensor))
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_token_that_is_not_known_is_the_one_drawn_in_the_step_before(
+    make_runner: MakeRunner, seed: int, graphs: bool
+) -> None:
+    rng = random.Random(seed)
+    ahead, plain = make_runner(graphs=graphs), make_runner(graphs=False)
+    texts = {str(n): [rng.randrange(260) for _ in range(rng.randint(1, 9))] for n in range(4)}
+    drawn = plain.run(StepPlan(tuple(chunk(name, text, 0, (int(name),)) for name, text in texts.items()))).tokens
+    ahead.launch(StepPlan(tuple(chunk(name, text, 0, (int(name),)) for name, text in texts.items())))
+    for step in range(5):
+        names = rng.sample(sorted(drawn), len(drawn) if step < 2 else 3)
+        prompt = [chunk("new", [1, 2, 3], 0, (9,), sample=None)] if step == 1 else []  # a step of both kinds
+        start = {name: len(texts[name]) + step for name in names}
+        known = [chunk(name, [drawn[name]], start[name], (int(name),)) for name in names]
+        unknown = [chunk(name, [UNKNOWN], start[name], (int(name),)) for name in names]
+        drawn = plain.run(StepPlan((*prompt, *known))).tokens
+        launched = ahead.launch(StepPlan((*prompt, *unknown)))
+        assert not isinstance(launched, StepResult) and ahead.collect(launched).tokens == drawn
 
 
 def test_tokens_come_back_by_request_for_the_chunks_that_draw(make_runner: MakeRunner, seed: int) -> None:
@@ -161,8 +239,19 @@ def test_bytes_are_those_of_the_tensors(make_runner: MakeRunner, base_folder: Pa
     runner = make_runner(num_pages=10)
     spec = read_spec(base_folder)
     assert runner.num_pages == 10
-    assert runner.kv_bytes == 10 * 16 * spec.kv_bytes_per_token(torch.float32) == 10 * 16 * 2 * 2 * 2 * 8 * 4
-    assert runner.weight_bytes == sum(tensor.nbytes for tensor in load_file(base_folder / "model.safetensors").values())
+    assert runner.split.kv == 10 * 16 * spec.kv_bytes_per_token(torch.float32) == 10 * 16 * 2 * 2 * 2 * 8 * 4
+    assert (
+        runner.weight_bytes
+        == runner.split.weights
+        == sum(tensor.nbytes for tensor in load_file(base_folder / "model.safetensors").values())
+    )
+
+
+def test_the_split_of_memory_adds_up_and_is_told(make_runner: MakeRunner, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        split = make_runner(num_pages=10, adapter_bytes=5 << 16).split
+    assert split.adapters == 5 << 16 and split.graphs == 0 and split.steps > 0
+    assert f"kv {split.kv / 2**20:.0f} MiB" in caplog.text
 
 
 def test_kv_memory_is_no_more_than_all_requests_at_full_length_can_use(make_runner: MakeRunner) -> None:

@@ -14,6 +14,7 @@ from peftkit.errors import InputError
 from peftkit_serve import Engine, Request, SamplingParams
 from peftkit_serve.plan import Sample, StepPlan, StepResult
 from peftkit_serve.request import RequestOutput
+from peftkit_serve.runner import Launched
 from peftkit_serve.sampler import draw
 
 MakeEngine = Callable[..., Engine]
@@ -138,18 +139,21 @@ def test_a_schema_that_cant_be_kept_is_refused_and_leaves_no_trace(make_engine: 
     assert not engine.has_work()
 
 
-def test_a_request_that_makes_a_step_fail_ends_alone(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_request_that_makes_a_step_fail_ends_alone(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
     prompts = {"good": [1, 2, 3], "bad": [9, 9, 9], "fine": [4, 5]}
     alone = {name: ask(make_engine(), prompt, max_tokens=8).token_ids for name, prompt in prompts.items()}
-    engine = make_engine()
-    run = engine._runner.run
+    engine = make_engine(overlap=overlap)
+    launch = engine._runner.launch
 
-    def fail_on_nines(plan: StepPlan) -> StepResult:
+    def fail_on_nines(plan: StepPlan) -> Launched | StepResult:
         if any(9 in chunk.token_ids and chunk.start == 0 for chunk in plan.chunks):
             raise RuntimeError("device")
-        return run(plan)
+        return launch(plan)
 
-    monkeypatch.setattr(engine._runner, "run", fail_on_nines)
+    monkeypatch.setattr(engine._runner, "launch", fail_on_nines)
     params = SamplingParams(max_tokens=8, **GREEDY)
     outputs = {
         output.request_id: output

@@ -10,7 +10,7 @@ import pytest
 
 from peftkit.errors import AdapterError, InputError
 from peftkit_serve.pages import PAGE_TOKENS, PageAllocator, Prefix, pages_for
-from peftkit_serve.plan import StepPlan, StepResult
+from peftkit_serve.plan import UNKNOWN, StepPlan, StepResult
 from peftkit_serve.request import SamplingParams
 from peftkit_serve.scheduler import Residence, Scheduler, Sequence
 
@@ -80,6 +80,7 @@ class Bench:
         slots: int = 2,
         bypass: int = 4,
         wait_steps: int = 1024,
+        ahead: bool = False,
     ):
         self.pages = PageAllocator(num_pages)
         self.adapters = FakeAdapters(self.pages, slots)
@@ -92,6 +93,8 @@ class Bench:
             max_wait_steps=wait_steps,
         )
         self.budget = budget
+        self.ahead = ahead
+        self.under_way: StepPlan | None = None
         self.done: list[str] = []
         self.admitted: list[str] = []
 
@@ -109,13 +112,18 @@ class Bench:
         assert sum(len(chunk.token_ids) for chunk in plan.chunks) <= self.budget
         assert all(len(c.block_table) * PAGE_TOKENS >= c.start + len(c.token_ids) for c in plan.chunks)
         self.check()
+        booked, self.under_way = (self.under_way, plan) if self.ahead else (plan, None)
+        if booked is not None:
+            self.book(booked)
+        return plan
+
+    def book(self, plan: StepPlan) -> None:
         result = StepResult({chunk.request_id: 7 for chunk in plan.chunks if chunk.sample})
         for sequence in self.scheduler.update(plan, result):
             if sequence.num_generated == sequence.params.max_tokens:
                 self.scheduler.finish(sequence.request_id)
                 self.done.append(sequence.request_id)
         self.check()
-        return plan
 
     def _is_new(self, name: str) -> bool:
         return name not in self.admitted
@@ -328,11 +336,12 @@ def test_finishing_at_any_moment_gives_back_everything(num_steps: int) -> None:
     bench.check_idle()
 
 
-def test_random_traffic_never_starves_and_always_returns_what_it_held(seed: int) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_random_traffic_never_starves_and_always_returns_what_it_held(seed: int, ahead: bool) -> None:
     rng = random.Random(seed)
     for _ in range(12):
-        budget = rng.choice([8, 24, 64])
-        bench = Bench(num_pages=rng.randint(8, 24), budget=budget, slots=rng.randint(1, 3), bypass=rng.randint(1, 5))
+        budget, slots, bypass = rng.choice([8, 24, 64]), rng.randint(1, 3), rng.randint(1, 5)
+        bench = Bench(num_pages=rng.randint(8, 24), budget=budget, slots=slots, bypass=bypass, ahead=ahead)
         uids = [None, None, "A", "B", "C", "D", "p5", "p16", "p20"]
         for number in range(60):
             bench.add(str(number), rng.randint(1, 50), rng.randint(1, 40), rng.choice(uids))
@@ -346,9 +355,50 @@ def test_random_traffic_never_starves_and_always_returns_what_it_held(seed: int)
         bench.run()
 
 
-def test_passing_is_bounded_in_random_traffic(seed: int) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_planned_ahead_of_the_last_ones_tokens_computes_the_same(seed: int, ahead: bool) -> None:
+    rng, bench = random.Random(seed), Bench(num_pages=12, budget=24, ahead=ahead)
+    lengths = {str(n): (rng.randint(1, 40), rng.randint(1, 30)) for n in range(30)}
+    computed: dict[str, list[int]] = {name: [] for name in lengths}
+    draws: dict[str, list[int]] = {name: [] for name in lengths}
+    for name, (prompt, tokens) in lengths.items():
+        bench.add(name, prompt, tokens, rng.choice([None, "A", "B", "p20"]))
+    while bench.scheduler.has_work():
+        known = {one.request_id: len(one.token_ids) for one in bench.scheduler.running}
+        for chunk in bench.step().chunks:
+            name, start = chunk.request_id, chunk.start - chunk.num_virtual
+            computed[name][start:] = range(start, start + len(chunk.token_ids))
+            draws[name] += [chunk.sample.step] if chunk.sample else []
+            unknown = [start + n for n, token in enumerate(chunk.token_ids) if token == UNKNOWN]
+            assert unknown == ([known[name]] if ahead and unknown else []), "only the last token may be unknown"
+            assert all(token == 7 for n, token in enumerate(chunk.token_ids, start) if n >= lengths[name][0] + 1 - ahead
+                       and n not in unknown)  # fmt: skip
+    for name, (prompt, tokens) in lengths.items():
+        assert draws[name] == list(range(tokens)), "each token is drawn once, in order, and none too many"
+        assert computed[name] == list(range(prompt + tokens - 1))
+    assert bench.scheduler.num_preemptions > 0
+    bench.check_idle()
+
+
+def test_what_ends_while_it_is_computed_leaves_its_id_to_another() -> None:
+    bench = Bench(ahead=True)
+    bench.add("x", prompt=4, max_tokens=9)
+    bench.step()
+    bench.step()
+    bench.scheduler.finish("x")
+    bench.add("x", prompt=3, max_tokens=2)
+    sequence = bench.scheduler.get("x")
+    assert sequence is not None
+    bench.step()  # books a step of the first one
+    assert sequence.token_ids == [0, 1, 2]
+    bench.run()
+    assert sequence.token_ids == [0, 1, 2, 7, 7]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_passing_is_bounded_in_random_traffic(seed: int, ahead: bool) -> None:
     rng = random.Random(seed)
-    bench = Bench(num_pages=200, slots=2, bypass=5)
+    bench = Bench(num_pages=200, slots=2, bypass=5, ahead=ahead)
     for number in range(150):
         bench.add(f"{number}", rng.randint(1, 20), rng.randint(1, 12), rng.choice([None, "A", "A", "A", "B", "C"]))
         bench.step()

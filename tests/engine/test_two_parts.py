@@ -107,8 +107,8 @@ def test_a_prefix_that_fails_gives_its_slot_back(
 
     requests = [ask(rng, "lora.prompt"), ask(rng, "lora-some.prefix"), ask(rng, None)]
     with monkeypatch.context() as patch:
-        patch.setattr(engine._pool, "_compute_prefix", fail)
-        patch.setattr(engine._pool, "_write_prefix", fail)
+        patch.setattr(engine._runner, "compute_prefix", fail)
+        patch.setattr(engine._runner, "write_prefix", fail)
         reasons = [run(engine, requests)[request.request_id].finish_reason for request in requests]
     assert reasons == ["error", "error", "length"]
     engine.check_integrity()

@@ -17,7 +17,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -31,6 +31,18 @@ from peftkit_serve.scheduler import Residence
 logger = logging.getLogger(__name__)
 
 PoolState = Literal["ready", "failed", "draining"]
+
+
+class PrefixWriter(Protocol):
+    """Who brings virtual tokens into the pages of a block table."""
+
+    def compute_prefix(self, embeddings_VH: Tensor, block_table: Sequence[int], slot: int = -1) -> None:
+        """Computes the keys and values of virtual tokens, with a slot's weights."""
+        ...
+
+    def write_prefix(self, kv_VL2KD: Tensor, block_table: Sequence[int]) -> None:
+        """Writes given keys and values."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -54,21 +66,14 @@ class AdapterPool:
         self,
         memory: AdapterMemory,
         pages: PageAllocator,
+        prefixes: PrefixWriter,
         *,
-        compute_prefix: Callable[[Tensor, Sequence[int], int], None],
-        write_prefix: Callable[[Tensor, Sequence[int]], None],
         num_slots: int,
     ) -> None:
-        """
-        compute_prefix: computes the keys and values of virtual tokens (V, H), with a slot's weights, into the pages of
-            a block table.
-        write_prefix: writes given keys and values (V, L, 2, K, D) there.
-        num_slots: adapters with weights that can be resident at a time.
-        """
+        """num_slots: adapters with weights that can be resident at a time."""
         self._memory = memory
         self._pages = pages
-        self._compute_prefix = compute_prefix
-        self._write_prefix = write_prefix
+        self._prefixes = prefixes
         self.num_slots = num_slots
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._members: dict[str, _Member] = {}
@@ -253,9 +258,9 @@ class AdapterPool:
         embeddings_VH, kv_VL2KD = loaded.embeddings_VH, loaded.kv_VL2KD
         try:
             if embeddings_VH is not None:
-                self._attempt(member, lambda: self._compute_prefix(embeddings_VH, pages, slot))
+                self._attempt(member, lambda: self._prefixes.compute_prefix(embeddings_VH, pages, slot))
             if kv_VL2KD is not None:
-                self._attempt(member, lambda: self._write_prefix(kv_VL2KD, pages))
+                self._attempt(member, lambda: self._prefixes.write_prefix(kv_VL2KD, pages))
         except AdapterError:
             self._pages.release(pages)
             raise
