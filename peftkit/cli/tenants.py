@@ -12,6 +12,7 @@ from peftkit.cli import output
 
 if TYPE_CHECKING:
     from peftkit_serve.tenants.database import Database
+    from peftkit_serve.tenants.keys import NewKey
     from peftkit_serve.tenants.records import Limits
 
 app = typer.Typer(help="Tenants of a server: add, list, set, revoke, key, admin-key. A running server sees it at once.")
@@ -50,8 +51,7 @@ def add(
     check_name(name)
     given = _given(requests_per_minute, tokens_per_minute, max_concurrency, max_adapters, max_adapter_bytes, weight)
     with _opened(db, store) as database:
-        database.add_tenant(name, replace(Limits(), **given), adapter or ["*"])
-        _show_key(name, database)
+        _show_key(name, database.add_tenant(name, replace(Limits(), **given), adapter or ["*"]))
 
 
 @app.command("list")
@@ -115,14 +115,14 @@ def revoke(
 def add_key(name: Name, db: Db = None, store: Store = None) -> None:
     """Make one more key for a tenant and show it, this once."""
     with _opened(db, store) as database:
-        _show_key(name, database)
+        _show_key(name, database.add_key(name))
 
 
 @app.command("admin-key")
 def admin_key(db: Db = None, store: Store = None) -> None:
     """Make a key for the administrator's routes and show it, this once."""
     with _opened(db, store) as database:
-        _show_key(None, database)
+        _show_key(None, database.add_key(None))
 
 
 @contextmanager
@@ -157,8 +157,7 @@ def _given(
     return limits | ({} if weight is None else {"weight": weight})
 
 
-def _show_key(tenant: str | None, database: "Database") -> None:
-    key = database.add_key(tenant)
+def _show_key(tenant: str | None, key: "NewKey") -> None:
     whose = "the administrator" if tenant is None else tenant
     said = f"{key.text}\n(the key of {whose}: it is not shown again)"
     output.emit({"name": tenant, "id": key.id, "key": key.text}, said)

@@ -120,8 +120,7 @@ def test_a_flood_of_one_tenant_leaves_anothers_first_token_soon(
     with serve(engine) as served:
         keys: dict[str, str] = {}
         for name in ("flood", "calm"):
-            served.database.add_tenant(name, Limits(), ["*"])
-            keys[name] = served.database.add_key(name).text
+            keys[name] = served.database.add_tenant(name, Limits(), ["*"]).text
         body = {"model": "tiny", "prompt": "a", "max_tokens": 1500, "ignore_eos": True, "stream": True}
 
         def open_stream() -> None:

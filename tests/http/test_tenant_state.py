@@ -51,8 +51,7 @@ def test_the_migrations_make_the_tables_that_the_code_uses(make_database: MakeDa
 def test_what_is_changed_is_there_for_the_next_process(make_database: MakeDatabase) -> None:
     first = make_database()
     limits = Limits(requests_per_minute=5, tokens_per_minute=1000, max_concurrency=2, weight=2.5)
-    first.add_tenant("acme", limits, ["red", "blue-*"])
-    key = first.add_key("acme")
+    key = first.add_tenant("acme", limits, ["red", "blue-*"])
     admin = first.add_key(None)
     assert first.add_version("acme", "own", content("a" * 64, template="{{ x }}")) == 1
     assert first.add_version("acme", "own", content("b" * 64)) == 2
@@ -71,8 +70,7 @@ def test_what_is_changed_is_there_for_the_next_process(make_database: MakeDataba
 def test_a_change_of_one_process_is_seen_by_the_others(make_database: MakeDatabase) -> None:
     one, other = make_database(), make_database()
     assert not other.refresh()
-    one.add_tenant("acme", Limits(), ["*"])
-    key = one.add_key("acme")
+    key = one.add_tenant("acme", Limits(), ["*"])
     assert other.refresh() and key.id in other.snapshot.keys
     one.remove_key("acme", key.id)
     assert other.refresh() and not other.snapshot.keys and not other.refresh()
@@ -153,7 +151,6 @@ def test_a_removed_tenant_takes_its_keys_and_adapters_along(make_database: MakeD
     database = make_database()
     for name in ("acme", "other"):
         database.add_tenant(name, Limits(), ["*"])
-        database.add_key(name)
         database.add_version(name, "own", content())
     with pytest.raises(NameInUse):
         database.add_tenant("acme", Limits(), [])
@@ -189,8 +186,7 @@ from peftkit_serve.tenants.database import Database
 from peftkit_serve.tenants.records import Limits
 database = Database(sys.argv[1], "base")
 for number in range(10_000):
-    database.add_tenant(f"t{number}", Limits(), ["*"])
-    key = database.add_key(f"t{number}")
+    key = database.add_tenant(f"t{number}", Limits(), ["*"])
     fields = {"uid": "u", "kind": "lora", "rank": 1, "num_virtual": 0, "template": None}
     version = database.add_version(f"t{number}", "a", {"digest": "d", "nbytes": 1, **fields})
     print(f"t{number} {key.id} {version}", flush=True)

@@ -21,8 +21,8 @@ INFERENCE = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/model
 class Office:
     """A server with an admin key, and what an administrator does there."""
 
-    def __init__(self, server: Any, database_url: str) -> None:
-        self.server = server
+    def __init__(self, server: Any, database_url: str, folder: Path) -> None:
+        self.server, self.folder = server, folder
         self.url = database_url
         self.database: Database = server.database
         self.admin = self.database.add_key(None).text
@@ -50,7 +50,7 @@ def office(
     make_engine: Callable[..., Any], serve: Callable[..., Any], tmp_path: Path, database_url: str
 ) -> Iterator[Office]:
     with serve(make_engine(), store=tmp_path / "store", database=database_url, poll_s=0.05) as server:
-        made = Office(server, database_url)
+        made = Office(server, database_url, tmp_path / "store")
         with made.http:
             yield made
         server.wait_idle()
@@ -139,6 +139,30 @@ def test_a_key_that_another_process_revokes_ends_within_a_moment(office: Office)
         with pytest.raises(openai.AuthenticationError):
             while time.monotonic() < deadline:
                 say(client, "tiny", max_tokens=1)
+
+
+def test_what_another_process_removes_is_freed_when_its_requests_have_ended(
+    office: Office, adapter_folders: dict[str, Path]
+) -> None:
+    key = office.tenant("acme")
+    office.upload("own", adapter_folders["red"], "acme")
+    content = next((office.folder / "adapters").iterdir()) / "content"
+    with office.client(key) as client:
+        stream = client.completions.create(
+            model="own", prompt="a", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(stream)
+        other = Database(office.url)
+        other.remove_tenant("acme")
+        other.close()
+        while office.server.engine.stats()["adapters"]:
+            time.sleep(0.01)
+        assert len(list(content.iterdir())) == 1
+        stream.close()
+    deadline = time.monotonic() + 5
+    while list(content.iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_another_tenants_adapter_is_as_if_it_were_not_there(office: Office, adapter_folders: dict[str, Path]) -> None:

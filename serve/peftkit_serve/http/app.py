@@ -68,9 +68,10 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async_engine.start()
+        await catalog.tidy()
         if watcher is not None:
             await watcher.look()
-        polling = asyncio.create_task(_poll(database, watcher, settings.poll_s))
+        polling = asyncio.create_task(_poll(catalog, watcher, settings.poll_s))
         try:
             yield
         finally:
@@ -112,12 +113,12 @@ def scope_of(base: BaseInfo, watched: Path | None) -> str:
     return hashlib.sha256("\0".join((mark.architecture, mark.config, mark.tokenizer, folder)).encode()).hexdigest()
 
 
-async def _poll(database: Database, watcher: Watcher | None, period_s: float) -> None:
+async def _poll(catalog: Catalog, watcher: Watcher | None, period_s: float) -> None:
     """Sees what others have changed: in the database, and in the watched folder."""
     while True:
         await asyncio.sleep(period_s)
         try:
-            await asyncio.to_thread(database.refresh)
+            await catalog.refresh()
             if watcher is not None:
                 await watcher.look()
         except RunError as error:  # what was read last stays true until it answers again

@@ -59,8 +59,7 @@ def create_router(service: Service, access: Access, database: Database) -> APIRo
     async def add_tenant(body: NewTenant) -> TenantWithKey:
         """A new tenant with its first key, which is shown this once. From now on inference needs a key."""
         check_name(body.name)
-        await asyncio.to_thread(database.add_tenant, body.name, body.limits.limits(), body.adapters)
-        key = await asyncio.to_thread(database.add_key, body.name)
+        key = await asyncio.to_thread(database.add_tenant, body.name, body.limits.limits(), body.adapters)
         return TenantWithKey(key=key.text, **card(found(body.name)).model_dump())
 
     @router.get("/{name}")
@@ -82,9 +81,7 @@ def create_router(service: Service, access: Access, database: Database) -> APIRo
     async def remove_tenant(name: str) -> Response:
         """Removes a tenant with its keys and adapters; its running requests end as they would."""
         found(name)
-        adapters = service.catalog.list_owned(name)
-        await asyncio.to_thread(database.remove_tenant, name)
-        await service.catalog.remove_all(adapters)
+        await service.catalog.remove_tenant(name)
         return Response(status_code=204)
 
     @router.post("/{name}/keys", status_code=201)

@@ -12,7 +12,7 @@ never meets a bad one.
 import asyncio
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,7 @@ class Catalog:
         self._reserved = reserved
         self._random = random.SystemRandom()
         self._lock = asyncio.Lock()  # one change of adapters at a time
+        self._freeing: set[asyncio.Task[int]] = set()
 
     def visible(self, tenant: Tenant | None) -> list[Adapter]:
         """Adapters that a tenant, or with None the operator, can name. A tenant's own hides a shared one."""
@@ -117,17 +118,19 @@ class Catalog:
             raise Reserved(f"'{name}' is taken: the server was started with it", field="name")
         async with self._lock:
             content = await asyncio.to_thread(self._take_in, fill)
-            if not known and (last := self._last(owner, name)) is not None and last.digest == content["digest"]:
-                return last
             digest = str(content["digest"])
-            try:
-                async with self.shelf.hold(digest) as entry:
-                    content |= {"kind": entry.kind, "rank": entry.rank, "num_virtual": entry.num_virtual}
-                number = await asyncio.to_thread(self._database.add_version, owner, name, content)
-            except BaseException:
-                await self._sweep({digest})
-                raise
-        return self._database.snapshot.adapters[owner, name].versions[number]
+            last = self._last(owner, name)
+            if known or last is None or last.digest != digest:
+                try:
+                    async with self.shelf.hold(digest) as entry:
+                        content |= {"kind": entry.kind, "rank": entry.rank, "num_virtual": entry.num_virtual}
+                    number = await asyncio.to_thread(self._database.add_version, owner, name, content)
+                except Exception:  # not when it is cancelled: the database's change may still come
+                    await self._settle({digest})
+                    raise
+                last = self._database.snapshot.adapters[owner, name].versions[number]
+            await self._settle({digest})
+            return last
 
     async def set_weights(self, owner: str, name: str, weights: dict[int, float]) -> Adapter:
         """Sends shares of a name's requests to versions; they are made to sum to 1."""
@@ -152,22 +155,36 @@ class Catalog:
         """Removes a name, or one version of it, waits for its requests to end; returns the bytes of memory freed."""
         async with self._lock:
             adapter = self.owned(owner, name)
-            if number is None:
-                gone = {version.digest for version in adapter.versions.values()}
+            if number is not None and number not in adapter.versions:
+                raise NotThere(f"there is no adapter '{name}@{number}'", field="name")
+            gone = {version.digest for version in adapter.versions.values() if number in (None, version.number)}
+            await asyncio.to_thread(self._contents.doubt, gone)
+            if number is None or set(adapter.versions) == {number}:
                 await asyncio.to_thread(self._database.remove_adapter, owner, name)
             else:
-                if number not in adapter.versions:
-                    raise NotThere(f"there is no adapter '{name}@{number}'", field="name")
-                gone = {adapter.versions[number].digest}
-                if set(adapter.versions) == {number}:
-                    await asyncio.to_thread(self._database.remove_adapter, owner, name)
-                else:
-                    await asyncio.to_thread(self._database.remove_version, owner, name, number)
-        return await self._sweep(gone)
+                await asyncio.to_thread(self._database.remove_version, owner, name, number)
+        return await self._free(gone)
 
-    async def remove_all(self, adapters: list[Adapter]) -> None:
-        """Frees what the adapters of a removed tenant held."""
-        await self._sweep({version.digest for adapter in adapters for version in adapter.versions.values()})
+    async def remove_tenant(self, name: str) -> None:
+        """Removes a tenant with its keys and adapters, waits for their requests to end, and frees what they held."""
+        async with self._lock:
+            gone = _digests(self.list_owned(name))
+            await asyncio.to_thread(self._contents.doubt, gone)
+            await asyncio.to_thread(self._database.remove_tenant, name)
+        await self._free(gone)
+
+    async def refresh(self) -> None:
+        """Sees what other processes have changed, and frees what they have removed."""
+        before = self._database.snapshot
+        if await asyncio.to_thread(self._database.refresh):
+            gone = _digests(before.adapters.values()) - _digests(self._database.snapshot.adapters.values())
+            task = asyncio.create_task(self._free(gone))  # which waits for the requests that use them
+            self._freeing.add(task)
+            task.add_done_callback(self._freeing.discard)
+
+    async def tidy(self) -> None:
+        """Frees what processes that were killed have left."""
+        await self._settle(await asyncio.to_thread(self._contents.unsettled))
 
     def names_of(self, engine_name: str) -> list[str]:
         """Under which names an adapter of the engine is known, as owner/name for a tenant's own."""
@@ -200,15 +217,27 @@ class Catalog:
             "template": text if isinstance(text, str) and text else None,
         }
 
-    async def _sweep(self, digests: set[str]) -> int:
+    async def _free(self, digests: set[str]) -> int:
         """Frees memory and disk of content that no version has any more; returns the bytes of memory."""
         freed = 0
         for digest in sorted(digests):
             if not self._database.snapshot.references(digest):
                 freed += await self.shelf.drop(digest)
-                if not self._database.snapshot.references(digest):  # nobody has brought it again meanwhile
-                    await asyncio.to_thread(self._contents.discard, digest)
+        async with self._lock:  # nobody brings it again meanwhile
+            await self._settle(digests)
         return freed
+
+    async def _settle(self, digests: Iterable[str]) -> None:
+        """Removes the files of content that no version has, after what was done to its versions."""
+        for digest in digests:
+            kept = self._database.snapshot.references(digest) > 0
+            if not kept:
+                await self.shelf.drop(digest)
+            await asyncio.to_thread(self._contents.settle, digest, keep=kept)
+
+
+def _digests(adapters: Iterable[Adapter]) -> set[str]:
+    return {version.digest for adapter in adapters for version in adapter.versions.values()}
 
 
 def _read(folder: Path, engine: AsyncEngine) -> str:

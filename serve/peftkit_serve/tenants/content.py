@@ -1,9 +1,11 @@
 """An adapter's files on their way in: bounded, named from a short list, and kept under the hash of their bytes.
 
-    incoming/<random>/     what arrives; removed whatever happens
+    incoming/<random>/     what arrives, and what is being removed
     content/<digest>/      what was found good; never changes
+    unsettled/<digest>     a note that it may be under `content/` without a version, or is about to be
 
-A folder appears under `content/` by one rename, after its files are on the disk.
+A folder appears under `content/` by one rename, after its files are on the disk, and goes by one. A process that is
+killed between that and the database's change leaves the note, which the next one looks at.
 """
 
 import hashlib
@@ -15,8 +17,8 @@ import tarfile
 import tempfile
 import time
 import zipfile
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -26,7 +28,8 @@ _FILE = re.compile(r"(?:[a-z][a-z0-9_]{0,31}/)?(adapter_config\.json|adapter_mod
 MAX_FILES = 9
 MAX_JSON_BYTES = 2**20
 MAX_HEADER_BYTES = 2**24
-_KEEP_INCOMING_S = 3600.0
+_KEEP_S = 3600.0
+"""How long what another process may be working on is left alone."""
 
 
 class TooLarge(AdapterError):
@@ -39,12 +42,11 @@ class Contents:
     def __init__(self, root: Path, *, max_bytes: int) -> None:
         """max_bytes: of one adapter's files together."""
         self.max_bytes = max_bytes
-        self._incoming, self.kept = root / "incoming", root / "content"
-        for folder in (self._incoming, self.kept):
+        self._incoming, self.kept, self._unsettled = root / "incoming", root / "content", root / "unsettled"
+        for folder in (self._incoming, self.kept, self._unsettled):
             folder.mkdir(parents=True, exist_ok=True)
-        for left in self._incoming.iterdir():  # of a process that was killed
-            if time.time() - left.stat().st_mtime > _KEEP_INCOMING_S:
-                shutil.rmtree(left, ignore_errors=True)
+        for left in _old(self._incoming):
+            shutil.rmtree(left, ignore_errors=True)
 
     @contextmanager
     def arriving(self) -> Generator["Arrival", None, None]:
@@ -56,7 +58,7 @@ class Contents:
             shutil.rmtree(folder, ignore_errors=True)
 
     def keep(self, arrival: "Arrival") -> tuple[str, int]:
-        """Files that were found good, by their digest from now on; returns it and their bytes."""
+        """Files that were found good, by their digest from now on; returns it and their bytes. Then `settle` it."""
         files = sorted(path for path in arrival.folder.rglob("*") if path.is_file())
         digest, num_bytes = hashlib.sha256(), 0
         for path in files:
@@ -66,6 +68,7 @@ class Contents:
                 os.fsync(file.fileno())
             digest.update(f"{name}\0{inner}\n".encode())
             num_bytes += path.stat().st_size
+        self.doubt([digest.hexdigest()])
         target = self.kept / digest.hexdigest()
         if not target.exists():
             try:
@@ -76,9 +79,21 @@ class Contents:
             _sync(self.kept)
         return digest.hexdigest(), num_bytes
 
-    def discard(self, digest: str) -> None:
-        """Removes files that no version has any more."""
-        shutil.rmtree(self.kept / digest, ignore_errors=True)
+    def doubt(self, digests: Iterable[str]) -> None:
+        """Notes content whose versions are about to change."""
+        for digest in digests:
+            (self._unsettled / digest).touch()
+
+    def settle(self, digest: str, *, keep: bool) -> None:
+        """The versions have changed: removes files that none has any more, and the note."""
+        if not keep:
+            with suppress(FileNotFoundError), tempfile.TemporaryDirectory(dir=self._incoming) as folder:
+                (self.kept / digest).rename(Path(folder) / digest)
+        (self._unsettled / digest).unlink(missing_ok=True)
+
+    def unsettled(self) -> list[str]:
+        """Content that a process was killed over."""
+        return [note.name for note in _old(self._unsettled)]
 
 
 class Arrival:
@@ -144,6 +159,11 @@ class Arrival:
                 if self._left < 0:
                     raise TooLarge("the adapter's files are larger than this server takes")
                 file.write(block)
+
+
+def _old(folder: Path) -> list[Path]:
+    """What lies there since so long that no living process works on it."""
+    return [path for path in folder.iterdir() if time.time() - path.stat().st_mtime > _KEEP_S]
 
 
 def _zip_members(source: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:

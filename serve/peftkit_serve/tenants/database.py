@@ -78,14 +78,15 @@ class Database:
             self.snapshot = self._read(connection, revision)
             return True
 
-    def add_tenant(self, name: str, limits: Limits, adapters: Sequence[str]) -> None:
-        """A new tenant, without a key. Raises NameInUse (field "name")."""
+    def add_tenant(self, name: str, limits: Limits, adapters: Sequence[str]) -> NewKey:
+        """A new tenant, and its first key. Raises NameInUse (field "name")."""
         row = {"name": name, "limits": limits.plain(), "adapters": list(adapters), "created": time.time()}
         with self._changing() as connection:
             try:
                 connection.execute(sa.insert(tables.tenants).values(**row))
             except IntegrityError:
                 raise NameInUse(f"there is a tenant '{name}' already", field="name") from None
+            return self._insert_key(connection, name)
 
     def set_tenant(self, name: str, limits: Limits | None = None, adapters: Sequence[str] | None = None) -> None:
         """Changes a tenant's limits or its shared adapters."""
@@ -107,13 +108,10 @@ class Database:
 
     def add_key(self, tenant: str | None) -> NewKey:
         """A new key of a tenant, or of the administrator; the only moment when it is known."""
-        key = new_key()
-        row = {"id": key.id, "tenant": tenant, "salt": key.salt, "digest": key.digest, "created": time.time()}
         with self._changing() as connection:
             if tenant is not None:
                 self._require_tenant(connection, tenant)
-            connection.execute(sa.insert(tables.keys).values(**row))
-        return key
+            return self._insert_key(connection, tenant)
 
     def remove_key(self, tenant: str | None, key_id: str) -> None:
         """Revokes a key. Raises InputError (field "key") where there is none."""
@@ -234,6 +232,12 @@ class Database:
             if (row.owner, row.name) in found
         }
         return Snapshot(revision, tenants, keys, adapters)
+
+    def _insert_key(self, connection: sa.Connection, tenant: str | None) -> NewKey:
+        key = new_key()
+        row = {"id": key.id, "tenant": tenant, "salt": key.salt, "digest": key.digest, "created": time.time()}
+        connection.execute(sa.insert(tables.keys).values(**row))
+        return key
 
     def _require_tenant(self, connection: sa.Connection, name: str) -> Limits:
         row = connection.execute(sa.select(tables.tenants).where(tables.tenants.c.name == name)).one_or_none()
