@@ -212,6 +212,7 @@ class _Group(torch.autograd.Function):
             layers = [one for one in ctx.projections if one.update]
             low = zip(layers, outer, _by_rank(h_NS, updates, 1), _by_rank(dA_SI, updates), cs, kept, strict=True)
             grads = [grad for one in low for grad in _gradients(*one)]
+        del x_NI, h_NS  # dx may take their room
         dx_NI = None
         if ctx.needs_input_grad[0]:
             dx_NI = _dropped(g_NS @ A_SI, seed, ctx.share) if num else None

@@ -2,12 +2,14 @@
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -179,6 +181,23 @@ def test_checkpointing_changes_nothing(seed: int, config: MethodConfig) -> None:
     wanted = loss_and_gradients(model, batch)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert_same(loss_and_gradients(model, batch), wanted, 1e-7)
+
+
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[2], CONFIGS[3]], ids=name_of)
+def test_gradients_pass_through_ddp(seed: int, config: MethodConfig, tmp_path: Path) -> None:
+    model, batch = a_model("llama", config, seed), a_batch(seed)
+    wanted = loss_and_gradients(model, batch)[1]
+    fuse(model)
+    model.zero_grad()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        DistributedDataParallel(model)(**batch, use_cache=False).loss.backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None
+            torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-4, atol=1e-5)
 
 
 def test_checkpointing_drops_the_same_inputs_again(seed: int) -> None:
