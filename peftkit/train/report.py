@@ -39,6 +39,7 @@ _FIGURES = (
     "seconds",
     "tokens_per_s",
     "padding",
+    "fast_share",
     "peak_memory_bytes",
     "skipped_steps",
     "uid",

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from peftkit.artifact import Artifact, base_record, read_adapter, save_adapter, write_parts
 from peftkit.artifact.reader import CONFIG_FILE, RECORD_FILE
 from peftkit.errors import InputError
-from peftkit.methods import detach
+from peftkit.methods import detach, fast_share
 from peftkit.recipe import Recipe, Runs
 from peftkit.train.checkpoint import Checkpoint, latest_checkpoint, put_back_best
 from peftkit.train.fit import check_fits
@@ -73,6 +73,8 @@ class RunSummary:
     """Rows were laid end to end."""
     padding: float
     """Share of the computed positions that was padding."""
+    fast_share: float
+    """Share of the decoder's linear layers on the fast path; 0 on a CPU."""
     peak_memory_bytes: int
     """Most memory in use: of the GPU where there is one, else of the process since its start."""
 
@@ -287,5 +289,6 @@ def _summarise(prepared: Prepared, trainer: Trainer, artifact: Artifact) -> RunS
         tokens_per_s=state.tokens / state.seconds if state.seconds else None,
         packed=prepared.packed,
         padding=1 - state.tokens / state.positions if state.positions else 0.0,
+        fast_share=fast_share(prepared.model),
         peak_memory_bytes=peak_memory(prepared.accelerator.device),
     )
