@@ -9,6 +9,8 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
@@ -128,6 +130,18 @@ def encode_chat(
         for i, (first, last) in enumerate(offsets):
             trained[i] = trained[i] or (start <= first and last <= end)
     return ids, trained
+
+
+def unlike_served(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, tools: object = None) -> str | None:
+    """What the template has an assistant's answer begin after when it is served, where that isn't how a conversation
+    that ends with the answer goes: a model would be asked otherwise than it was trained. None where they agree."""
+    checked, known = check_messages(messages), check_tools(tools)
+    served = _render(tokenizer, checked[:-1], known, add_generation_prompt=True)
+    whole = _render(tokenizer, checked, known)
+    if whole.startswith(served):
+        return None
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(served, whole, strict=False)))
+    return served[same:]
 
 
 def check_messages(messages: object) -> list[Message]:
@@ -257,17 +271,27 @@ def _render(
     *,
     add_generation_prompt: bool = False,
 ) -> str:
-    given: list[Any] | None = tools or None
     if not tokenizer.chat_template:
         raise DataError("messages: the base's tokenizer has no chat template; give prompt and completion instead")
+    rendered: Any = partial(
+        tokenizer.apply_chat_template, tools=tools or None, tokenize=False, add_generation_prompt=add_generation_prompt
+    )
     try:
-        text = tokenizer.apply_chat_template(
-            messages, tools=given, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-    except TemplateError as error:
+        try:
+            return rendered(messages)
+        except TypeError:  # from a template that joins a call's arguments to its text
+            return rendered([_with_arguments_as_text(message) for message in messages])
+    except (TemplateError, TypeError) as error:
         raise DataError(f"messages: the chat template refuses them ({error})", field="messages") from None
-    assert isinstance(text, str)
-    return text
+
+
+def _with_arguments_as_text(message: Message) -> Message:
+    if "tool_calls" not in message:
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    texts = [{**function, "arguments": json.dumps(function["arguments"])} for function in functions]
+    calls = [{**call, "function": text} for call, text in zip(message["tool_calls"], texts, strict=True)]
+    return {**message, "tool_calls": calls}
 
 
 def _tokenise(
@@ -334,15 +358,21 @@ def _span(
          rendered up to here ^             ^ from here on as with another answer
     """
     prompt = _render(tokenizer, messages[:turn], tools, add_generation_prompt=True) if turn else ""
-    if messages[turn].get("tool_calls"):
-        return _calling_span(_render(tokenizer, messages[: turn + 1], tools), turn, prompt, text)
-    marked = [*messages[:turn], {**messages[turn], "content": _MARK}, *messages[turn + 1 :]]
-    before, found, after = _render(tokenizer, marked, tools).partition(_MARK)
-    if not found or _MARK in after or not text.endswith(after):
+    before, found, after = _render(
+        tokenizer, _replaced(messages, turn, {**messages[turn], "content": _MARK}), tools
+    ).partition(_MARK)
+    calls = bool(messages[turn].get("tool_calls"))
+    if calls and messages[turn]["content"] and not found:
+        raise DataError(
+            f"messages[{turn}].content: the base's chat template leaves out what is said beside a call: take it out",
+            field=f"messages[{turn}].content",
+        )
+    if not calls and (not found or _MARK in after or not text.endswith(after)):
         raise DataError(f"messages[{turn}]: where the chat template puts this answer can't be found", field="messages")
-    end = len(text) - len(after)
+    end = _end_of_calls(tokenizer, messages, tools, turn, text) if calls else len(text) - len(after)
     # some templates render a conversation's start differently once it goes on: then the answer itself is all there is
-    start = next((len(head) for head in (prompt, before) if head and text.startswith(head) and len(head) <= end), None)
+    heads = (prompt, before if found else "")
+    start = next((len(head) for head in heads if head and text.startswith(head) and len(head) <= end), None)
     if start is None:
         raise DataError(
             f"messages[{turn}]: where this answer begins in the chat template can't be found", field="messages"
@@ -350,12 +380,31 @@ def _span(
     return start, end
 
 
-def _calling_span(whole: str, turn: int, prompt: str, text: str) -> tuple[int, int]:
-    """The span of a turn that calls tools, its end within: what the conversation up to it adds to its prompt."""
-    whole = whole.rstrip()
-    if not (prompt and whole.startswith(prompt) and text.startswith(whole)):
+def _end_of_calls(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Message], turn: int, text: str
+) -> int:
+    """Where in `text` the end-of-turn token of a turn that calls tools stands: the first after its last arguments.
+
+    … <call>{"name": "f", "arguments": {"a": 1}}</call><|im_end|>\n<|im_start|>tool …
+                    from here on as with other arguments ^          ^ before the next turn's content
+    """
+    *calls, last = messages[turn]["tool_calls"]
+    last = {**last, "function": {**last["function"], "arguments": {_MARK: _MARK}}}
+    other = _render(tokenizer, _replaced(messages, turn, {**messages[turn], "tool_calls": [*calls, last]}), tools)
+    if _MARK not in other:
         raise DataError(f"messages[{turn}]: where the chat template puts these calls can't be found", field="messages")
-    return len(prompt), len(whole)
+    same = zip(reversed(text), reversed(other), strict=False)
+    after = len(text) - sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], same))
+    limit = len(text)
+    if turn + 1 < len(messages):
+        next_marked = _replaced(messages, turn + 1, {**messages[turn + 1], "content": _MARK})
+        limit = len(_render(tokenizer, next_marked, tools).partition(_MARK)[0])
+    end = text.find(str(tokenizer.eos_token), after, limit)
+    return after if end < 0 else end
+
+
+def _replaced(messages: list[Message], turn: int, message: Message) -> list[Message]:
+    return [*messages[:turn], message, *messages[turn + 1 :]]
 
 
 def _end_with_turn(

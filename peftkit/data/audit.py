@@ -115,6 +115,8 @@ def audit_source(
     keys: dict[bytes, str] = {}
     num_rows = 0
     for index, row in enumerate(read_rows(source, encoding.format)):
+        if not num_rows:
+            encoding.compare_with_served(row)
         num_rows += 1
         keys.setdefault(row_key(row), row.where)
         if max_rows is None or len(kept) < max_rows:

@@ -1,5 +1,6 @@
 """Data that is held encoded in memory, and data that is encoded as it is read."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -7,10 +8,13 @@ from itertools import islice
 
 from transformers import PreTrainedTokenizerBase
 
+from peftkit.chat import unlike_served
 from peftkit.data.encode import Sample, TooLongError, Turns, encode_row
-from peftkit.data.formats import Format, Row, read_rows, row_key
+from peftkit.data.formats import ChatRow, Format, InstructionRow, Row, read_rows, row_key
 from peftkit.data.sources import Source, open_source
 from peftkit.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 POOL_ROWS = 1024
 """Rows of a stream that are drawn from at a time."""
@@ -31,7 +35,23 @@ class Encoding:
 
     def read(self, source: Source, start: int = 0) -> Iterator["Encoded"]:
         """The rows of a source from `start` on, encoded one by one."""
-        return map(self.encode, read_rows(source, self.format, start=start))
+        for row in read_rows(source, self.format, start=start):
+            if not start:
+                self.compare_with_served(row)
+                start = 1
+            yield self.encode(row)
+
+    def compare_with_served(self, row: Row) -> None:
+        """Warns where the base's chat template has answers begin otherwise when they are served than in this row."""
+        if isinstance(row, InstructionRow) and self.tokenizer.chat_template:
+            row = row.as_chat()
+        if isinstance(row, ChatRow) and (start := unlike_served(self.tokenizer, row.messages, tools=row.tools)):
+            logger.warning(
+                "%s: the base's chat template has a served answer begin after %r, which isn't there in a whole "
+                "conversation: the model is trained otherwise than it will be asked",
+                row.where,
+                start,
+            )
 
     def encode(self, row: Row) -> "Encoded":
         """One row as samples, none where it is dropped."""

@@ -165,6 +165,29 @@ def answer(capsys: Capture, *argv: str, code: int = 0) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out)
 
 
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+
+
+@pytest.mark.parametrize(
+    "turn", [{"messages": CHAT}, {"instruction": "hi", "output": "ho"}], ids=["chat", "instruction"]
+)
+def test_a_template_that_is_served_otherwise_than_trained_is_named(
+    tmp_path: Path, tiny_base: Path, caplog: pytest.LogCaptureFixture, turn: dict[str, object]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+    path = str(write(tmp_path / "a.jsonl", turn, turn))
+    load_dataset(path, tokenizer, max_length=128)
+    assert "trained otherwise" not in caplog.text
+    # as DeepSeek's distilled models: thoughts are begun for the model, and are no part of a conversation
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"
+    )
+    load_dataset(path, tokenizer, max_length=128)
+    audit_source(open_source(path), Encoding(tokenizer, 128), max_rows=None)
+    said = [record.getMessage() for record in caplog.records if "trained otherwise" in record.getMessage()]
+    assert len(said) == 2 and all(r"begin after '<think>\n'" in line and "a.jsonl:1" in line for line in said)
+
+
 def test_the_command_checks_a_file(tmp_path: Path, tiny_base: Path, capsys: Capture) -> None:
     path = write(tmp_path / "a.jsonl", *some_rows(30))
     found = answer(capsys, str(path), "--base", str(tiny_base), "--rows", "10", "--show", "2")["train"]

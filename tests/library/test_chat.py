@@ -1,6 +1,7 @@
 """Prompts, completions and conversations as ids: what is served is what was trained, and exactly the answers train."""
 
 import hashlib
+import json
 from typing import Any
 
 import pytest
@@ -310,12 +311,7 @@ class TestTrainedSpans:
         assert [text.strip() for text in texts] == ["the answer is yes</s>", "no and no</s>"]
 
     def test_equal_answers_are_told_apart_and_trained_each(self):
-        messages = [
-            {"role": "user", "content": "yes"},
-            {"role": "assistant", "content": "yes"},
-            {"role": "user", "content": "yes"},
-            {"role": "assistant", "content": "yes"},
-        ]
+        messages = [{"role": "user", "content": "yes"}, {"role": "assistant", "content": "yes"}] * 2
         assert trained_texts(byte_bpe(CHATML), messages) == ["yes<|im_end|>", "yes<|im_end|>"]
 
     def test_an_answer_that_quotes_the_end_token_is_trained_to_its_real_end(self):
@@ -393,7 +389,42 @@ CALLING = [
 ]
 
 
+# as Qwen3's: the last turn alone has a block for thoughts, so a conversation up to a call isn't how the whole begins
+TOOLS_THINKING = TOOLS.replace(
+    "<|im_start|>{{ m.role }}{%",
+    "<|im_start|>{{ m.role }}{% if loop.last and m.role == 'assistant' %}\n<think>\n\n</think>\n{% endif %}{%",
+)
+# as DeepSeek's: arguments are text
+TOOLS_JOINED = TOOLS.replace(
+    "{{ call.function.name }} {{ call.function.arguments | tojson }}",
+    "{{ call.function.name + ' ' + call.function.arguments }}",
+)
+# as Llama 3's: what is said beside a call isn't printed
+TOOLS_SILENT = TOOLS.replace("{% if m.content %}", "{% if m.content and not m.tool_calls %}")
+
+
 class TestTools:
+    @pytest.mark.parametrize("template", [TOOLS, TOOLS_THINKING, TOOLS_JOINED, TOOLS_SILENT])
+    @pytest.mark.parametrize("arguments", [{"to": "all"}, {}, {"to": "<|im_end|>", "deep": {"a": [1, {"b": "}"}]}}])
+    def test_a_call_is_trained_to_its_end_however_the_template_prints_it(self, template, arguments):
+        calls = [{"function": {"name": name, "arguments": arguments}} for name in ("first", "second")]
+        messages = [CALLING[0], {"role": "assistant", "content": None, "tool_calls": calls}, *CALLING[2:]]
+        first, last = trained_texts(byte_bpe(template), messages)
+        printed = json.dumps(arguments)
+        assert first.strip() == f"<call>first {printed}</call><call>second {printed}</call><|im_end|>"
+        assert last.endswith("the answer is yes<|im_end|>") and "tool" not in last
+
+    def test_a_call_without_an_end_of_turn_is_refused(self):
+        template = TOOLS.replace("{% endfor %}<|im_end|>", "{% endfor %}{% if not m.tool_calls %}<|im_end|>{% endif %}")
+        with pytest.raises(DataError, match="never stop"):
+            encode_chat(byte_bpe(template), CALLING)
+
+    def test_words_beside_a_call_that_the_template_leaves_out_are_refused(self):
+        messages = [CALLING[0], {**CALLING[1], "content": "let me see"}, *CALLING[2:]]
+        with pytest.raises(DataError, match="leaves out what is said beside a call") as refused:
+            encode_chat(byte_bpe(TOOLS_SILENT), messages)
+        assert refused.value.field == "messages[1].content"
+
     def test_calls_and_answers_are_trained_and_tools_and_results_are_not(self):
         tokenizer = byte_bpe(TOOLS)
         ids, trained = encode_chat(tokenizer, CALLING, tools=TOOL_LIST)
@@ -422,10 +453,7 @@ class TestTools:
 
     @pytest.mark.parametrize(
         ("messages", "tools", "field"),
-        [
-            (CALLING[:2], None, "messages[1].tool_calls"),
-            (CALLING[:1], TOOL_LIST, "tools"),
-        ],
+        [(CALLING[:2], None, "messages[1].tool_calls"), (CALLING[:1], TOOL_LIST, "tools")],
     )
     def test_a_template_that_leaves_out_tools_is_refused(self, messages, tools, field):
         with pytest.raises(DataError, match="leaves this out") as refused:
