@@ -1,12 +1,12 @@
 """Frozen linear layers that share an input, with their low-rank updates, as one step of autograd.
 
-    u   = drop(x)                                one mask for the group, made again in backward from its seed
-    h_i = u A_iᵀ                                 one product with the rows of all A
-    y_i = c_i ∘ (x W_iᵀ + s_i h_i B_iᵀ) + b_i    c_i = m_i / ‖W_i + s_i B_i A_i‖ by row for DoRA, else 1
+    u   = drop(x)                            one mask for the group, made again in backward from its seed
+    h_i = s_i u A_iᵀ                         one product with the rows of all A
+    y_i = c_i ∘ (x W_iᵀ + h_i B_iᵀ) + b_i    c_i = m_i / ‖W_i + s_i B_i A_i‖ by row for DoRA, else 1
 
 Backward has no gradient for W. With g_i = s_i (c_i ∘ dy_i) B_i and ‖·‖ taken for constant:
 
-    dA_i = g_iᵀ u        dB_i = s_i c_i ∘ (dy_iᵀ h_i)        dx = Σ (c_i ∘ dy_i) W_i + mask ∘ Σ g_i A_i
+    dA_i = g_iᵀ u        dB_i = c_i ∘ (dy_iᵀ h_i)        dx = Σ (c_i ∘ dy_i) W_i + mask ∘ Σ g_i A_i
 
 All products are of x's dtype and summed in float32; dA and dB come out in float32. The small product of an update is
 written first and the large one added to it, so that no output is passed over for the update's sake; c scales the rows
@@ -181,7 +181,7 @@ class _Group(torch.autograd.Function):
         ctx.share = max((update.dropout for update in updates), default=0.0)
         seed = torch.randint(2**62, (), device=x_NI.device) if ctx.share else None
         A_SI, Bs = _cast(updates, x_NI)
-        h_NS = _dropped(x_NI, seed, ctx.share) @ A_SI.T
+        h_NS = _scaled(_dropped(x_NI, seed, ctx.share) @ A_SI.T, updates)
         low = zip(_by_rank(A_SI, updates), _by_rank(h_NS, updates, 1), Bs, strict=True)
         ys, cs, kept = list[Tensor](), list[Tensor | None](), list[Tensor | None]()
         for one in projections:
@@ -206,6 +206,7 @@ class _Group(torch.autograd.Function):
         g_NS = dys[0].new_empty(len(dys[0]), len(A_SI))
         for g_NR, dy_NO, B_OR in zip(_by_rank(g_NS, updates, 1), outer, Bs, strict=True):
             torch.mm(dy_NO, B_OR, out=g_NR)
+        _scaled(g_NS, updates)
         grads: list[Tensor | None] = [None] * (4 * num)
         if x_NI is not None:
             dA_SI = _summed(g_NS.T, _dropped(x_NI, seed, ctx.share))
@@ -249,7 +250,7 @@ def _gradients(
     update = one.update
     assert update is not None
     R = len(update.A_RI)
-    dB_OR = _summed(dy_NO.T, h_NR[:, :R]).mul_(update.scale)
+    dB_OR = _summed(dy_NO.T, h_NR[:, :R])
     dA_RI = dA_RI if len(dA_RI) == R else dA_RI[:R].clone()
     dbias_O = dmagnitude_O = None
     if update.bias_O is not None:
@@ -268,16 +269,27 @@ def _gradients(
 
 
 def _cast(updates: Sequence[Update], x_NI: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The rows of all A (S, I), and s B (O, R) of each update, in x's dtype."""
-    As, Bs = [list(side) for side in zip(*(update.factors() for update in updates), strict=True)] or ([], [])
-    rows = sum(len(A_RI) for A_RI in As)
-    flat = x_NI.new_empty(rows * x_NI.shape[1] + sum(B_OR.numel() for B_OR in Bs))
-    sources = As + [B_OR * update.scale for B_OR, update in zip(Bs, updates, strict=True)]
+    """The rows of all A (S, I), and B (O, R) of each update, in x's dtype."""
+    factors = [update.factors() for update in updates]
+    sources = [*(A_RI for A_RI, _ in factors), *(B_OR for _, B_OR in factors)]
+    flat = x_NI.new_empty(sum(source.numel() for source in sources))
     pieces = flat.split([source.numel() for source in sources]) if sources else ()
     views = [piece.view(source.shape) for piece, source in zip(pieces, sources, strict=True)]
     if views:
-        torch._foreach_copy_(views, sources)
-    return flat[: rows * x_NI.shape[1]].view(rows, x_NI.shape[1]), views[len(As) :]
+        torch._foreach_copy_(views, sources)  # one launch
+    S = sum(update.rank for update in updates)
+    return flat[: S * x_NI.shape[1]].view(S, x_NI.shape[1]), views[len(updates) :]
+
+
+def _scaled(tensor_NS: Tensor, updates: Sequence[Update]) -> Tensor:
+    """The tensor, whose columns are multiplied in place by their updates' s."""
+    scales = {update.scale for update in updates}
+    if len(scales) > 1:
+        for tensor_NR, update in zip(_by_rank(tensor_NS, updates, 1), updates, strict=True):
+            tensor_NR.mul_(update.scale)
+    elif scales != {1.0} and scales:
+        tensor_NS.mul_(scales.pop())
+    return tensor_NS
 
 
 def _by_rank(tensor: Tensor, updates: Sequence[Update], dim: int = 0) -> tuple[Tensor, ...]:
