@@ -136,7 +136,7 @@ def _attention(
     )
     output, weights = attend(
         self,
-        *(x.view(B, T, -1, self.head_dim).transpose(1, 2) for x in (q_NQD, k_NKD, v)),
+        *(x.reshape(B, T, -1, self.head_dim).transpose(1, 2) for x in (q_NQD, k_NKD, v)),
         attention_mask,
         dropout=self.attention_dropout if self.training else 0.0,
         scaling=self.scaling,
