@@ -7,7 +7,6 @@ then each time what to do with the same engine without HTTP, while no client ask
 import asyncio
 import json
 import os
-import resource
 import signal
 import sys
 import tempfile
@@ -97,8 +96,6 @@ def say(answer: dict[str, Any]) -> None:
 
 def main() -> None:
     """Serves until stdin ends."""
-    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     asked = json.loads(sys.stdin.readline())
     begun = time.perf_counter()
     with bind("127.0.0.1", 0, any_client=False) as listener, tempfile.TemporaryDirectory() as folder:

@@ -4,6 +4,7 @@ import errno
 import gc
 import ipaddress
 import socket
+import sys
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -67,6 +68,7 @@ def serve(app: FastAPI, listener: socket.socket, on_ready: Callable[[], None]) -
     except OSError as error:
         host, port = listener.getsockname()[:2]
         raise _unusable(host, port, error) from None
+    _allow_connections()
     _Server(app, on_ready).run(sockets=[listener])
 
 
@@ -107,6 +109,15 @@ class _Server(uvicorn.Server):
                 await anyio.to_thread.run_sync(self._service.engine.stop)  # what still runs ends with an error
                 self.should_exit = True
         return await super().on_tick(counter)
+
+
+def _allow_connections() -> None:
+    """A connection is an open file, and the usual limit of 1024 is less than the answers that may run and wait."""
+    if sys.platform != "win32":
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _unusable(host: str, port: int, error: OSError) -> RunError:
