@@ -48,6 +48,10 @@ class BaseMismatchError(AdapterError):
     """An adapter that was made for another base."""
 
 
+class TooLargeError(AdapterError):
+    """An adapter that is larger than what there is to hold it."""
+
+
 class UnsupportedError(AdapterError):
     """A feature of an adapter that can't be honoured faithfully; it is refused by name, never ignored."""
 

@@ -218,6 +218,12 @@ def lora_writer() -> Callable[..., Path]:
     return write_lora
 
 
+@pytest.fixture(name="write_prompt")
+def prompt_writer() -> Callable[..., Path]:
+    """`write_prompt`, for a test that needs a prompt of its own."""
+    return write_prompt
+
+
 @pytest.fixture
 def serve() -> Callable[..., Any]:
     """`serving`, for a test that needs a server of its own."""

@@ -187,6 +187,15 @@ def test_an_adapter_that_cant_be_served_faithfully_is_refused_with_the_reason(
     assert ask(served, "a") == before
 
 
+def test_an_adapter_too_large_to_be_served_is_413_and_leaves_nothing(
+    served: Any, write_prompt: Callable[..., Path], tmp_path: Path
+) -> None:
+    large = write_prompt(tmp_path / "large", 1, num_virtual=2100)
+    message = error_of(upload(served, "a", large), 413)["message"]
+    assert "2100 virtual tokens" in message and str(tmp_path) not in message and "content" not in message
+    assert names(served) == ["tiny"] and not list((tmp_path / "store").glob("adapters/*/*/*"))
+
+
 @pytest.mark.parametrize("name", [".", "..", "...", "a/b", "é", "x" * 129, "a b"])
 def test_a_name_that_is_none_is_refused(served: Any, adapter_folders: Folders, name: str) -> None:
     assert error_of(upload(served, name, adapter_folders["red"]), 400)["param"] == "name"

@@ -20,7 +20,7 @@ from transformers import AutoConfig
 
 from peftkit.artifact import Artifact, Part, read_adapter
 from peftkit.base import BaseInfo, module_shapes
-from peftkit.errors import AdapterError, UnsupportedError
+from peftkit.errors import AdapterError, TooLargeError, UnsupportedError
 from peftkit.methods import (
     BottleneckConfig,
     LoraConfig,
@@ -151,16 +151,16 @@ class AdapterLoader:
         for layer in loaded.weights.layers if loaded.weights is not None else ():
             rank, width = max(span.rank for span in layer.lora), max(span.width for span in layer.bottleneck)
             if rank > MAX_RANK:
-                raise AdapterError(f"{path} has rank {rank}, ranks up to {MAX_RANK} can be served")
+                raise TooLargeError(f"{path} has rank {rank}, ranks up to {MAX_RANK} can be served")
             if width > (most := max_width(self._spec.hidden_size)):
-                raise AdapterError(f"{path} has a bottleneck of {width}, sizes up to {most} can be served")
+                raise TooLargeError(f"{path} has a bottleneck of {width}, sizes up to {most} can be served")
         if loaded.weights is not None and loaded.weights.nbytes > self._max_weight_bytes:
-            raise AdapterError(
+            raise TooLargeError(
                 f"{path} needs {loaded.weights.nbytes} bytes of adapter memory, there are {self._max_weight_bytes}: "
                 "give the engine more by adapter_bytes"
             )
         if loaded.num_virtual > self._max_virtual_tokens:
-            raise AdapterError(
+            raise TooLargeError(
                 f"{path} has {loaded.num_virtual} virtual tokens, context and KV memory leave room for "
                 f"{self._max_virtual_tokens}"
             )

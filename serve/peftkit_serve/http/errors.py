@@ -29,11 +29,18 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from peftkit.errors import AdapterError, BaseMismatchError, InputError, RunError, UnsupportedError, did_you_mean
+from peftkit.errors import (
+    AdapterError,
+    BaseMismatchError,
+    InputError,
+    RunError,
+    TooLargeError,
+    UnsupportedError,
+    did_you_mean,
+)
 from peftkit_serve.http.answers import ErrorBody, ErrorDetail
 from peftkit_serve.tenants.admission import Refusal
 from peftkit_serve.tenants.catalog import NotThere, Reserved
-from peftkit_serve.tenants.content import TooLarge
 from peftkit_serve.tenants.database import NameInUse, QuotaExceeded
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
@@ -43,7 +50,7 @@ _STATUSES: tuple[tuple[type[InputError], int, str], ...] = (
     (NameInUse, 409, "name_taken"),
     (Reserved, 409, "name_taken"),
     (BaseMismatchError, 409, "wrong_base"),
-    (TooLarge, 413, "too_large"),
+    (TooLargeError, 413, "too_large"),
     (QuotaExceeded, 413, "quota_exceeded"),
     (UnsupportedError, 422, "unsupported_adapter"),
     (AdapterError, 400, "invalid_adapter"),

@@ -125,9 +125,9 @@ class Catalog:
                     async with self.shelf.hold(digest) as entry:
                         content |= {"kind": entry.kind, "rank": entry.rank, "num_virtual": entry.num_virtual}
                     number = await asyncio.to_thread(self._database.add_version, owner, name, content)
-                except Exception:  # not when it is cancelled: the database's change may still come
+                except Exception as error:  # not when it is cancelled: the database's change may still come
                     await self._settle({digest})
-                    raise
+                    raise _without_place(error, self.shelf.folder(digest)) from None
                 last = self._database.snapshot.adapters[owner, name].versions[number]
             await self._settle({digest})
             return last
@@ -241,9 +241,16 @@ def _digests(adapters: Iterable[Adapter]) -> set[str]:
 
 
 def _read(folder: Path, engine: AsyncEngine) -> str:
-    """The uid of an adapter's folder. Errors name its files without the place where they lie for the moment."""
+    """The uid of an adapter's folder."""
     try:
         return read_adapter(folder, base=engine.engine.base).uid
     except InputError as error:
-        message = str(error).replace(f"{folder}/", "").replace(str(folder), "the adapter")
-        raise type(error)(message, field=error.field) from None
+        raise _without_place(error, folder) from None
+
+
+def _without_place(error: Exception, folder: Path) -> Exception:
+    """The error, which names an adapter's files without the place where they lie."""
+    if not isinstance(error, InputError):
+        return error
+    message = str(error).replace(f"{folder}/", "").replace(str(folder), "the adapter")
+    return type(error)(message, field=error.field)

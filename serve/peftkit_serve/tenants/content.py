@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
-from peftkit.errors import AdapterError
+from peftkit.errors import AdapterError, TooLargeError
 
 _FILE = re.compile(r"(?:[a-z][a-z0-9_]{0,31}/)?(adapter_config\.json|adapter_model\.safetensors|peftkit\.json)")
 MAX_FILES = 9
@@ -30,10 +30,6 @@ MAX_JSON_BYTES = 2**20
 MAX_HEADER_BYTES = 2**24
 _KEEP_S = 3600.0
 """How long what another process may be working on is left alone."""
-
-
-class TooLarge(AdapterError):
-    """Files beyond the limit."""
 
 
 class Contents:
@@ -105,7 +101,7 @@ class Arrival:
         self._num_files = 0
 
     def write(self, name: str, source: IO[bytes]) -> None:
-        """Takes a file, or an archive of them. Raises AdapterError for a name that isn't an adapter's, TooLarge."""
+        """Takes a file, or an archive of them. Raises AdapterError for what is no adapter's file, TooLargeError."""
         lowered = name.lower()
         if lowered.endswith(".zip"):
             self._take_all(_zip_members(source))
@@ -157,7 +153,7 @@ class Arrival:
             while block := source.read(2**20):
                 self._left -= len(block)
                 if self._left < 0:
-                    raise TooLarge("the adapter's files are larger than this server takes")
+                    raise TooLargeError("the adapter's files are larger than this server takes")
                 file.write(block)
 
 
@@ -186,7 +182,7 @@ def _tar_members(source: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
 
 def _read_json(path: Path) -> object:
     if path.stat().st_size > MAX_JSON_BYTES:
-        raise TooLarge(f"{path.name} has more than {MAX_JSON_BYTES} bytes")
+        raise TooLargeError(f"{path.name} has more than {MAX_JSON_BYTES} bytes")
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
