@@ -40,7 +40,7 @@ class Fingerprint:
 def fingerprint(path: Path) -> Fingerprint:
     """The fingerprint of a base folder. The weights are read once and their hash remembered in the cache."""
     return Fingerprint(
-        architecture=check_folder(path),
+        architecture=check_folder(path, nf4=True),
         config=config_hash(AutoConfig.from_pretrained(path, local_files_only=True)),
         weights=remembered_hash("weights", weight_files(path), lambda: _weights_hash(path)),
         tokenizer=_tokenizer_hash(path),

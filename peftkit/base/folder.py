@@ -34,17 +34,34 @@ class StoredTensor:
     num_bytes: int
 
 
-def check_folder(path: Path) -> str:
+def check_folder(path: Path, *, nf4: bool = False) -> str:
     """Checks that `path` holds a base that can be used, without reading its weights. Returns the architecture.
 
-    Raises `BaseModelError` that names the file and the fault: config.json missing or damaged, another architecture,
-    weights missing, truncated, pickled or quantised already.
+    nf4: one whose weights bitsandbytes has quantised to NF4 will do. Raises `BaseModelError` that names the file and
+    the fault: config.json missing or damaged, another architecture, weights missing, truncated, pickled or quantised
+    already.
     """
-    architecture = _architecture(path, read_json(path / "config.json"))
+    config = read_json(path / "config.json")
+    architecture = _architecture(path, config)
+    if (quantization := config.get("quantization_config")) and not (nf4 and holds_nf4(config)):
+        raise BaseModelError(
+            f"{path / 'config.json'}: the base is quantised already ({quantization.get('quant_method')}); "
+            "name the full-precision base, peftkit quantises it itself with quant nf4"
+        )
     stored_tensors(path)
     if not (path / "tokenizer.json").is_file() and not list(path.glob("tokenizer*.model")):
         raise BaseModelError(f"{path}: no tokenizer.json; save the base's tokenizer into this folder")
     return architecture
+
+
+def holds_nf4(config: dict[str, Any]) -> bool:
+    """Whether a config.json says that bitsandbytes has quantised the weights to NF4, their scales too."""
+    found = config.get("quantization_config") or {}
+    return (
+        found.get("quant_method") == "bitsandbytes"
+        and found.get("bnb_4bit_quant_type") == "nf4"
+        and all(found.get(name) is True for name in ("load_in_4bit", "bnb_4bit_use_double_quant"))
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -100,11 +117,6 @@ def _architecture(path: Path, config: dict[str, Any]) -> str:
         raise BaseModelError(
             f"{path / 'config.json'}: architecture {listed[0]} (model_type {model_type}) isn't supported; "
             f"supported are {', '.join(supported)}{did_you_mean(str(listed[0]), supported)}"
-        )
-    if quantization := config.get("quantization_config"):
-        raise BaseModelError(
-            f"{path / 'config.json'}: the base is quantised already ({quantization.get('quant_method')}); "
-            "name the full-precision base, peftkit quantises it itself with quant nf4"
         )
     return str(listed[0])
 

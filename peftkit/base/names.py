@@ -85,22 +85,23 @@ class BaseInfo:
         return fingerprint(self.path)
 
 
-def resolve_base(name: str | Path) -> BaseInfo:
+def resolve_base(name: str | Path, *, nf4: bool = False) -> BaseInfo:
     """Finds a base by an embedded name, a folder, a .gguf file or a hub id ("org/name").
 
-    A GGUF is converted to a folder the first time, a hub id is downloaded the first time. Raises `BaseModelError`
-    when there is no such base, when it is damaged, or when its architecture isn't supported.
+    A GGUF is converted to a folder the first time, a hub id is downloaded the first time. nf4: a folder whose weights
+    bitsandbytes has quantised to NF4 will do. Raises `BaseModelError` when there is no such base, when it is damaged,
+    or when its architecture isn't supported.
     """
     text = str(name)
     if isinstance(name, str) and text in EMBEDDED:
         return BaseInfo(text, _embedded(EMBEDDED[text]))
     path = Path(name).expanduser()
     if path.is_dir():
-        return _folder(str(path.resolve()), path.resolve())
+        return _folder(str(path.resolve()), path.resolve(), nf4)
     if path.suffix.lower() == ".gguf" and path.is_file():
-        return _folder(str(path.resolve()), _local_gguf(path.resolve()))
+        return _folder(str(path.resolve()), _local_gguf(path.resolve()), nf4)
     if isinstance(name, str) and path.suffix.lower() != ".gguf" and _HUB_ID.fullmatch(text):
-        return _folder(text, _hub(text))
+        return _folder(text, _hub(text, nf4), nf4)
     if path.is_file():
         raise BaseModelError(f"{path}: a base is a folder or a .gguf file, not this file")
     kind = "file" if path.suffix.lower() == ".gguf" else "folder"
@@ -110,8 +111,8 @@ def resolve_base(name: str | Path) -> BaseInfo:
     raise BaseModelError(f"base {text}: no such {kind}{hint}", field="base")
 
 
-def _folder(name: str, path: Path) -> BaseInfo:
-    check_folder(path)
+def _folder(name: str, path: Path, nf4: bool) -> BaseInfo:
+    check_folder(path, nf4=nf4)
     return BaseInfo(name, path)
 
 
@@ -152,11 +153,11 @@ def _local_gguf(path: Path) -> Path:
     return convert(Source(path, sha256, {"name": path.stem, "file": str(path)}, {}), target)
 
 
-def _hub(repo: str) -> Path:
+def _hub(repo: str, nf4: bool) -> Path:
     """The snapshot folder of a hub repository: the local copy if it is whole, else a download."""
     try:
         path = Path(huggingface_hub.snapshot_download(repo, local_files_only=True))
-        check_folder(path)
+        check_folder(path, nf4=nf4)
         return path
     except (LocalEntryNotFoundError, HFValidationError):
         fault_of_copy = None

@@ -93,7 +93,7 @@ class EngineStats(TypedDict):
 class Engine:
     """Generates for many requests at once over one frozen base, each with an adapter of its own or none.
 
-    base: what `resolve_base` takes, or what it returned.
+    base: what `resolve_base` takes, or what it returned; its weights may be in NF4 already, then `quant` is "nf4".
     max_tokens_per_step: token budget of a step, prompts and generated tokens together.
     max_requests: most requests in a step; others wait.
     max_adapters: LoRA and bottleneck adapters on the device at a time; any number can be registered.
@@ -128,7 +128,7 @@ class Engine:
         source: OpenSource | None = None,
     ) -> None:
         _check_at_least_one(max_requests=max_requests, max_adapters=max_adapters)
-        self.base = base if isinstance(base, BaseInfo) else resolve_base(base)
+        self.base = base if isinstance(base, BaseInfo) else resolve_base(base, nf4=True)
         self.tokenizer = load_tokenizer(self.base)
         self._runner = Runner(
             self.base,

@@ -89,6 +89,8 @@ class Runner:
         where = self._device = auto_device(device)
         dtype = self._dtype = auto_dtype("auto", where)
         self.spec: ModelSpec = read_spec(base.path)
+        if self.spec.holds_nf4:
+            quant = "nf4"
         if quant == "nf4":
             check_nf4(base, where)
         self._weights = load_weights(base.path, self.spec, quant=quant, dtype=dtype, device=where, source=source)

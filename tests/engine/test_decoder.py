@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from transformers import (
 from peftkit.base import BaseInfo
 from peftkit.methods.lora import LoraSite
 from peftkit_serve.adapters.packing import pack_lora
-from peftkit_serve.plan import Chunk, Sample
+from peftkit_serve.plan import Chunk, Sample, StepPlan
 from peftkit_serve.request import SamplingParams
 from peftkit_serve.runner import Runner
 
@@ -149,6 +150,22 @@ def test_logits_are_those_of_transformers_however_requests_are_cut(
         logits = stepper.logits([stepper.chunk(str(n), prompts[n][start:end], start) for n, start, end in step])
         for (n, _, end), row in zip(step, logits, strict=True):
             torch.testing.assert_close(row, exact[n][end - 1], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_vocabulary_of_256k_has_the_same_logits_and_is_drawn_from_whole(
+    seed: int, tmp_path: Path, tied: bool
+) -> None:
+    rng, vocab = random.Random(seed), 262_144
+    sizes = SIZES | {"vocab_size": vocab, "num_hidden_layers": 1, "tie_word_embeddings": tied}
+    model = make_model(LlamaConfig(**sizes), tmp_path)
+    stepper = Stepper(tmp_path)
+    prompts = [[rng.randrange(vocab) for _ in range(size)] for size in (3, 9)]
+    chunks = [stepper.chunk(str(n), prompt, 0) for n, prompt in enumerate(prompts)]
+    exact = torch.stack([hf_logits(model, prompt)[-1] for prompt in prompts])
+    torch.testing.assert_close(stepper.logits(chunks), exact, atol=1e-4, rtol=0)
+    greedy = [replace(one, sample=Sample(SamplingParams(temperature=0.0), 0, 0)) for one in chunks]
+    assert list(stepper.runner.run(StepPlan(tuple(greedy))).tokens.values()) == exact.argmax(1).tolist()
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen2", "qwen3"])

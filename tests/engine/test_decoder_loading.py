@@ -1,9 +1,10 @@
 """Specs and weights read from folders: what they hold, what is refused, and NF4 as training sees it."""
 
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -239,6 +240,52 @@ def test_nf4_weights_are_those_of_training_bit_for_bit(base: Path) -> None:
     assert weights.nbytes == load(base)[1].nbytes + weights.nf4_bytes
 
 
+@pytest.fixture
+def stored(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The base as bitsandbytes saves it in NF4."""
+    folder = tmp_path_factory.mktemp("nf4")
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, quantization_config=settings)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_an_nf4_checkpoint_is_read_as_it_is(base: Path, stored: Path, cached: bool) -> None:
+    spec, weights = load(stored, cached=cached)
+    _, quantised = load(base, quant="nf4", cached=cached)
+    assert spec.holds_nf4 and weights.nf4.keys() == quantised.nf4.keys() and weights.nbytes == quantised.nbytes
+    for path, weight in weights.nf4.items():
+        assert all(map(torch.equal, weight.tensors, quantised.nf4[path].tensors)), path
+        assert torch.equal(base_linear(weights, spec, path)[0], base_linear(quantised, spec, path)[0])
+    assert torch.equal(dense(weights.head_VH), dense(quantised.head_VH))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(f"{DOWN}.absmax"), f"the scales of tensor {DOWN} can't be read"),
+        (lambda t: [t.pop(name) for name in list(t) if name.startswith(f"{DOWN}.")], f"tensor {DOWN} is not in NF4"),
+        (lambda t: t.update({DOWN: t[DOWN][:-1]}), rf"tensor {DOWN} has shape \[4095, 1\]"),
+        (lambda t: t.update({"z.weight.absmax": torch.zeros(1)}), "1 tensors belong to no layer"),
+    ],
+)
+def test_an_nf4_checkpoint_that_is_damaged_is_refused_by_tensor(
+    stored: Path, change: Callable[[dict[str, Tensor]], object], message: str
+) -> None:
+    change_weights(stored, change)
+    with pytest.raises(BaseModelError, match=message):
+        load(stored)
+
+
+def test_nf4_without_double_quantisation_is_refused(stored: Path) -> None:
+    config = json.loads((stored / "config.json").read_text())
+    config["quantization_config"]["bnb_4bit_use_double_quant"] = False
+    (stored / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BaseModelError, match="not by bitsandbytes to NF4 with double quantisation"):
+        read_spec(stored)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_codes_alone_compute_what_their_dequantised_copies_do(base: Path, deterministic: bool) -> None:
     _, cached = load(base, quant="nf4")
@@ -274,6 +321,40 @@ def test_each_projections_own_weight_and_bias_are_found_in_the_fused_ones(
             weight, bias = base_linear(weights, spec, path)
             assert torch.equal(weight, wanted) and bias is not None and torch.equal(bias, module.bias)
     assert torch.equal(base_linear(weights, spec, "lm_head")[0], model.lm_head.weight)
+
+
+class Counted:
+    """A source of random tensors that are counted while anybody holds them."""
+
+    def __init__(self) -> None:
+        self.held: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        self.most = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def __contains__(self, name: str) -> bool:
+        return False
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        tensor = torch.randn(shape)
+        if ".layers." in name and len(shape) == 2:
+            self.held.add(tensor)
+            self.most = max(self.most, len(self.held))
+        return tensor
+
+    def check_all_taken(self) -> None: ...
+
+
+@pytest.mark.parametrize("quant", ["none", "nf4"])
+def test_no_more_than_one_fused_matrix_is_held_twice_while_a_base_is_loaded(
+    write_config: Callable[..., Path], quant: str, seed: int
+) -> None:
+    spec, source = read_spec(write_config(num_hidden_layers=6, tie_word_embeddings=True)), Counted()
+    load_weights(Path(), spec, quant=quant, dtype=torch.float32, device=CPU, cached=False, source=lambda *_: source)
+    assert source.most <= 3, "query, key and value are the most that are fused"
 
 
 def test_packed_weights_compute_what_the_plain_ones_do(base: Path) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from peftkit.artifact import read_adapter, write_adapter
-from peftkit.errors import InputError, RunError
+from peftkit.base import resolve_base
+from peftkit.errors import BaseModelError, InputError, RunError
 from peftkit_serve import Engine, Request, RequestOutput, SamplingParams
 from peftkit_serve.plan import StepPlan, StepResult
 
@@ -363,6 +365,22 @@ def test_generate_runs_none_when_one_is_refused_and_aborts_when_closed(make_engi
     outputs.close()
     assert not engine.has_work()
     assert_nothing_held(engine)
+
+
+def test_a_base_that_bitsandbytes_has_saved_in_nf4_answers_as_one_that_is_quantised_when_it_is_loaded(
+    make_engine: MakeEngine, tiny_base: Path, own_cache: None, tmp_path: Path, seed: int
+) -> None:
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    model = AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.float32, quantization_config=settings)
+    stored = shutil.copytree(tiny_base, tmp_path / "stored")
+    model.save_pretrained(stored)
+    prompt = random_prompt(random.Random(seed), 5)
+    (wanted, got) = (
+        solo(make_engine(base, **fields), ask(prompt)) for base, fields in ((tiny_base, {"quant": "nf4"}), (stored, {}))
+    )
+    assert got.token_ids == wanted.token_ids
+    with pytest.raises(BaseModelError, match="quantised already"):
+        resolve_base(stored)
 
 
 def test_a_prompts_pages_are_computed_once_shared_and_freed_with_its_name(

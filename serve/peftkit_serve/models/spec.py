@@ -10,7 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from peftkit.base import ARCHITECTURES
-from peftkit.base.folder import read_json
+from peftkit.base.folder import holds_nf4, read_json
 from peftkit.errors import BaseModelError
 
 PROJECTIONS = (
@@ -63,6 +63,8 @@ class ModelSpec:
     """Whether queries and keys are normalised by head before they are rotated."""
     tied_embeddings: bool
     eos_token_ids: tuple[int, ...]
+    holds_nf4: bool = False
+    """Whether bitsandbytes has quantised the folder's linear layers to NF4 already."""
 
     @property
     def projection_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -87,8 +89,11 @@ def read_spec(path: Path) -> ModelSpec:
     model_type = str(raw.get("model_type"))
     if model_type not in ARCHITECTURES:
         raise BaseModelError(f"{file}: model_type {model_type} can't be served; {', '.join(ARCHITECTURES)} can")
-    if "quantization_config" in raw:
-        raise BaseModelError(f"{file}: the base is quantised already; name the full-precision base and use quant nf4")
+    if "quantization_config" in raw and not holds_nf4(raw):
+        raise BaseModelError(
+            f"{file}: the base is quantised already, and not by bitsandbytes to NF4 with double quantisation: name the "
+            "full-precision base and use quant nf4"
+        )
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
@@ -117,6 +122,7 @@ def read_spec(path: Path) -> ModelSpec:
         qk_norm=model_type == "qwen3",
         tied_embeddings=bool(config.tie_word_embeddings),
         eos_token_ids=_eos_token_ids(path, config),
+        holds_nf4=holds_nf4(raw),
     )
 
 

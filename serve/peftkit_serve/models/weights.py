@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from safetensors import safe_open
@@ -20,6 +20,11 @@ from peftkit.base.folder import weight_files
 from peftkit.errors import BaseModelError, did_you_mean
 from peftkit_kernels import linear, nf4_dequantize, nf4_linear, pack_linear
 from peftkit_serve.models.spec import HEAD, PROJECTIONS, ModelSpec
+
+if TYPE_CHECKING:
+    from bitsandbytes.functional import QuantState
+
+_BLOCK, _NESTED_BLOCK = 64, 256  # weights that share a scale, and scales that share one
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,15 +155,17 @@ def load_weights(
     """Reads the weights of the base in a HF folder.
 
     quant: "nf4" quantises every linear layer but the output embedding, as bitsandbytes does for a model loaded in
-    `dtype`. dtype: compute dtype. cached: hold NF4 weights dequantised too; None does so on a CPU, where decoding costs
-    more than a product. source: tensors from elsewhere than the folder. Raises BaseModelError that names a tensor which
-    is missing, of the wrong shape, or belongs to no layer.
+    `dtype`; a folder that holds NF4 weights keeps them as they are. dtype: compute dtype. cached: hold NF4 weights
+    dequantised too; None does so on a CPU, where decoding costs more than a product. source: tensors from elsewhere
+    than the folder. Tensors come one at a time, so that no more than a layer's is ever held twice. Raises
+    BaseModelError that names a tensor which is missing, of the wrong shape, or belongs to no layer.
     """
     nf4: dict[str, Nf4Weight] = {}
     cached = device.type == "cpu" if cached is None else cached
     with _Reader(path, dtype, device) if source is None else source(dtype, device) as reader:
         embedding_VH = reader.take("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
-        layers = tuple(_layer(reader, spec, index, quant, nf4, cached) for index in range(spec.num_layers))
+        quantised = _quantised(reader, spec, quant, cached)
+        layers = tuple(_layer(reader, spec, index, quantised, nf4, cached) for index in range(spec.num_layers))
         norm_H = reader.take("model.norm.weight", spec.hidden_size)
         head_VH = _head(reader, spec, embedding_VH)
         reader.check_all_taken()
@@ -210,6 +217,36 @@ class _Reader:
 
     def take(self, name: str, *shape: int) -> Tensor:
         """A tensor of the given shape, copied to the reader's device and dtype."""
+        return self._stored(name, shape).to(self._device, self._dtype, copy=True)
+
+    def take_nf4(self, name: str, shape: tuple[int, int]) -> tuple[Tensor, "QuantState"]:
+        """A weight of the given shape that bitsandbytes has stored in NF4: its codes and its scales."""
+        from bitsandbytes.functional import QuantState
+
+        scales = {key for key in self._file_of if key.startswith(f"{name}.")}
+        if name in self._file_of and not scales:
+            raise BaseModelError(f"{self._path}: tensor {name} is not in NF4, though config.json says so of the base")
+        out_features, in_features = shape
+        codes = self._stored(name, (out_features * in_features // 2, 1)).to(self._device)
+        self._taken |= scales
+        parts = {key.removeprefix(f"{name}."): self._file_of[key].get_tensor(key) for key in scales}
+        try:
+            state = QuantState.from_dict(parts, self._device)
+        except (KeyError, ValueError, TypeError, AssertionError) as error:
+            raise BaseModelError(f"{self._path}: the scales of tensor {name} can't be read ({error})") from error
+        nested = state.state2
+        fits = state.quant_type == "nf4" and tuple(state.shape or ()) == shape and state.blocksize == _BLOCK
+        if not fits or nested is None or nested.blocksize != _NESTED_BLOCK:
+            raise BaseModelError(
+                f"{self._path}: tensor {name} is {state.quant_type} {list(state.shape or ())} in blocks of "
+                f"{state.blocksize}; NF4 {list(shape)} in blocks of {_BLOCK}, scales in blocks of {_NESTED_BLOCK}, "
+                "can be served"
+            )
+        state.dtype = self._dtype
+        return codes, state
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of the given shape as the file has it."""
         if name not in self._file_of:
             raise BaseModelError(f"{self._path}: tensor {name} is missing{did_you_mean(name, self._file_of)}")
         self._taken.add(name)
@@ -218,7 +255,7 @@ class _Reader:
             raise BaseModelError(
                 f"{self._path}: tensor {name} has shape {list(tensor.shape)}, config.json makes it {list(shape)}"
             )
-        return tensor.to(self._device, self._dtype, copy=True)
+        return tensor
 
     def check_all_taken(self) -> None:
         # older checkpoints carry RoPE's frequencies, which config.json fixes
@@ -227,8 +264,27 @@ class _Reader:
             raise BaseModelError(f"{self._path}: {len(left)} tensors belong to no layer, the first is {left[0]}")
 
 
+_Quantised = Callable[[str, tuple[int, int]], tuple[Nf4Weight, Tensor]]
+"""Path and shape of a linear layer → its weight in NF4, and dequantised if that is to be held too, else empty."""
+
+
+def _quantised(reader: TensorSource, spec: ModelSpec, quant: Quant, cached: bool) -> _Quantised | None:
+    """How linear layers come in NF4: as the folder holds them, or quantised on the way; None for full precision."""
+    if spec.holds_nf4:
+        assert isinstance(reader, _Reader), "only a folder holds NF4 weights"
+        return lambda path, shape: _held(reader.take_nf4(f"{path}.weight", shape), cached=cached)
+    if quant == "nf4":
+        return lambda path, shape: _held(_quantize(reader.take(f"{path}.weight", *shape)), cached=cached)
+    return None
+
+
 def _layer(
-    reader: TensorSource, spec: ModelSpec, index: int, quant: Quant, nf4: dict[str, Nf4Weight], cached: bool
+    reader: TensorSource,
+    spec: ModelSpec,
+    index: int,
+    quantised: _Quantised | None,
+    nf4: dict[str, Nf4Weight],
+    cached: bool,
 ) -> LayerWeights:
     prefix = f"model.layers.{index}"
     shapes: dict[str, tuple[int, int]] = dict(zip(PROJECTIONS, spec.projection_shapes, strict=True))
@@ -237,14 +293,15 @@ def _layer(
         parts: list[Tensor] = []
         for projection in projections:
             path = f"{prefix}.{projection}"
-            part = reader.take(f"{path}.weight", *shapes[projection])
-            if quant == "nf4":
-                nf4[path], part = _quantize(part, cached=cached)
-            parts.append(part)
-        if quant == "nf4" and not cached:
+            if quantised is None:
+                parts.append(reader.take(f"{path}.weight", *shapes[projection]))
+            else:
+                nf4[path], part = quantised(path, shapes[projection])
+                parts.append(part)
+        if quantised is not None and not cached:
             out_features = tuple(shapes[projection][0] for projection in projections)
-            quantised = tuple(nf4[f"{prefix}.{projection}"] for projection in projections)
-            return Nf4Matrix(quantised, out_features, shapes[projections[0]][1])
+            held = tuple(nf4[f"{prefix}.{projection}"] for projection in projections)
+            return Nf4Matrix(held, out_features, shapes[projections[0]][1])
         return pack_linear(parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def bias(present: bool, *projections: str) -> Tensor | None:
@@ -280,15 +337,22 @@ def _head(reader: TensorSource, spec: ModelSpec, embedding_VH: Tensor) -> Tensor
     return embedding_VH if torch.equal(head_VH, embedding_VH) else head_VH
 
 
-def _quantize(weight_OI: Tensor, *, cached: bool) -> tuple[Nf4Weight, Tensor]:
-    """The quantised weight, and if it is to be cached the weight that bitsandbytes makes of it, bit for bit."""
-    from bitsandbytes.functional import dequantize_4bit, quantize_4bit  # slow to import, and only NF4 bases need it
+def _quantize(weight_OI: Tensor) -> tuple[Tensor, "QuantState"]:
+    """Codes and scales as bitsandbytes makes them."""
+    from bitsandbytes.functional import quantize_4bit  # slow to import, and only NF4 bases need it
 
-    codes, state = quantize_4bit(weight_OI, blocksize=64, compress_statistics=True, quant_type="nf4")
+    return quantize_4bit(weight_OI, blocksize=_BLOCK, compress_statistics=True, quant_type="nf4")
+
+
+def _held(quantised: tuple[Tensor, "QuantState"], *, cached: bool) -> tuple[Nf4Weight, Tensor]:
+    """The weight in NF4, and if it is to be cached the weight that bitsandbytes makes of it, bit for bit."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    codes, state = quantised
     nested, offset = state.state2, state.offset
     assert nested is not None and offset is not None, "double quantisation was asked for"
-    quantised = Nf4Weight(codes.flatten(), state.absmax, nested.code, nested.absmax, offset)
-    return quantised, dequantize_4bit(codes, state) if cached else weight_OI[:0]
+    weight = Nf4Weight(codes.flatten(), state.absmax, nested.code, nested.absmax, offset)
+    return weight, dequantize_4bit(codes, state) if cached else torch.empty(0)
 
 
 def _plain(weight_OI: Tensor) -> Tensor:
