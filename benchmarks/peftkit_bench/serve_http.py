@@ -35,6 +35,8 @@ _PRICES = (1.0, 2.0)
 _FIRST, _SECOND = "first", "second"
 _RATES = {_FIRST: 0.75, _SECOND: 1.5}
 _CALM_RATE = 0.05
+_FEWEST_CALM = 8
+"""Requests of the tenant that sends little, on a slow engine."""
 _SHORT_S = 10.0
 _REPEATS = 5
 
@@ -192,7 +194,9 @@ def measure(settings: Settings) -> Iterator[Line]:
         for streams in settings.streams:
             line, steady_s = _service(server, settings, streams)
             per_token_s = per_token_s or steady_s / streams
-            line["p99_of_first"] = round(1e-3 * line["http"]["steady_p99_ms"]["median"] / (streams * per_token_s), 3)
+            for who in ("engine", "http"):
+                p99_s = 1e-3 * line[who]["steady_p99_ms"]["median"]
+                line[f"{who}_p99_of_first"] = round(p99_s / (streams * per_token_s), 3)
             yield line | _judged(line)
         capacity = _capacity(server, settings)
         yield {"case": "capacity", "tenant_tokens": settings.tenant_tokens, "requests_per_s": spread(capacity, 2)}
@@ -220,8 +224,8 @@ def _service(server: Server, settings: Settings, streams: int) -> tuple[Line, fl
 
 def _judged(line: Line) -> Line:
     return {
-        "goals": {"ratio": 0.95, "p99_of_first": 1.5},
-        "met": {"ratio": line["ratio"]["median"] > 0.95, "p99_of_first": line["p99_of_first"] <= 1.5},
+        "goals": {"ratio": 0.95, "http_p99_of_first": 1.5},
+        "met": {"ratio": line["ratio"]["median"] > 0.95, "http_p99_of_first": line["http_p99_of_first"] <= 1.5},
     }
 
 
@@ -254,7 +258,7 @@ def _fairness(server: Server, settings: Settings, capacity: float) -> Line:
 def _flood(server: Server, settings: Settings, capacity: float) -> Line:
     """S7: who sends little, alone and beside a flood."""
     seconds = settings.seconds / 2
-    calm = {_FIRST: max(2.0, _CALM_RATE * capacity)}
+    calm = {_FIRST: max(_FEWEST_CALM / seconds, _CALM_RATE * capacity)}
     quiet = _arrivals(server, settings, calm, seconds)
     alone = latencies(server.arrivals(quiet, seconds), quiet, _FIRST)
     both = _arrivals(server, settings, calm | {_SECOND: _RATES[_SECOND] * capacity}, seconds, flood_ahead=_SECOND)
@@ -314,10 +318,13 @@ def rows(lines: Sequence[Mapping[str, Any]]) -> list[list[object]]:
                 table.append(_row(name, f"{who} output tokens/s", line[who]["tok_s"]))
             table.append(_row(name, "http / engine", line["ratio"], "> 0.95", met["ratio"]))
             table.append(_row(name, "service, µs a token", line["cost_us_token"]))
+            table.append(_row(name, "CPU time, engine / http", line["cpu_ratio"]))
+            table.append(_row(name, "event loop's CPU, µs a token", line["http"]["loop_cpu_us_token"]))
             table.append(_row(name, "first token p50, ms", line["http"]["first_p50_ms"]))
             table.append(_row(name, "between tokens p50, ms", line["http"]["steady_p50_ms"]))
             table.append(_row(name, "between tokens p99, ms", line["http"]["steady_p99_ms"]))
-            table.append([name, "p99 / fewest streams' cost", line["p99_of_first"], "", "<= 1.5", met["p99_of_first"]])
+            p99, alone = line["http_p99_of_first"], f"engine {line['engine_p99_of_first']}"
+            table.append([name, "p99 / fewest streams' cost", p99, alone, "<= 1.5", met["http_p99_of_first"]])
         elif line["case"] == "capacity":
             table.append(_row("capacity", "requests/s", line["requests_per_s"]))
         elif line["case"] == "fairness":

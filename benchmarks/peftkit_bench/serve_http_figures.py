@@ -37,6 +37,11 @@ class Wave:
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds
 
+    @property
+    def cpu_s(self) -> float:
+        """CPU time of both threads."""
+        return self.loop_s + self.engine_s
+
 
 def wave(result: Mapping[str, Any], loop_s: float, engine_s: float) -> Wave:
     """The figures of one run; all its answers must be complete."""
@@ -85,7 +90,10 @@ def cost(alone: Sequence[Wave], http: Sequence[Wave]) -> Line:
     """What the service costs over the engine, by pairs of runs that followed each other."""
     ratios = [theirs.tokens_per_s / mine.tokens_per_s for mine, theirs in zip(alone, http, strict=True)]
     extra = [1e6 * (1 / theirs.tokens_per_s - 1 / mine.tokens_per_s) for mine, theirs in zip(alone, http, strict=True)]
-    line: Line = {"ratio": spread(ratios, 4), "cost_us_token": spread(extra, 2)}
+    cpu = [mine.cpu_s / mine.tokens / theirs.cpu_s * theirs.tokens for mine, theirs in zip(alone, http, strict=True)]
+    line: Line = {
+        "ratio": spread(ratios, 4), "cost_us_token": spread(extra, 2), "cpu_ratio": spread(cpu, 4)
+    }  # fmt: skip
     for name, waves in (("engine", alone), ("http", http)):
         line[name] = {
             "tok_s": spread([one.tokens_per_s for one in waves]),

@@ -27,13 +27,14 @@ def run_of(starts: list[float], step_s: float, tokens: int, late_s: float = 0.0)
 
 
 def test_the_cost_of_a_service_that_takes_a_tenth_longer() -> None:
-    alone = [wave(run_of([0.0, 0.0], 0.010, 50), 0.0, 0.0) for _ in range(3)]
-    http = [wave(run_of([0.0, 0.0], 0.011, 50), 1e-3, 0.0) for _ in range(3)]
+    alone = [wave(run_of([0.0, 0.0], 0.010, 50), 0.0, 4e-3) for _ in range(3)]
+    http = [wave(run_of([0.0, 0.0], 0.011, 50), 1e-3, 4e-3) for _ in range(3)]
     line = cost(alone, http)
     assert line["ratio"]["median"] == pytest.approx(1 / 1.1, rel=1e-3)
     assert line["cost_us_token"]["median"] == pytest.approx(1e6 * 0.001 / 2, rel=1e-3)
     assert line["http"]["steady_p99_ms"]["median"] == pytest.approx(11.0)
     assert line["http"]["loop_cpu_us_token"]["median"] == pytest.approx(10.0)
+    assert line["cpu_ratio"]["median"] == pytest.approx(4 / 5)
 
 
 def test_gaps_count_as_steady_only_while_all_streams_run() -> None:
