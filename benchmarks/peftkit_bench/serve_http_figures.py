@@ -148,7 +148,8 @@ def fairness(
     difference = (totals[1] - totals[0]) - (totals[1][0] - totals[0][0])
     together = totals[0] + totals[1]
     steps = slice(None, None, 10)
-    growth = np.diff(difference[steps]) / np.diff(together[steps])
+    grown = np.diff(together[steps])
+    growth = np.diff(difference[steps])[grown > 0] / grown[grown > 0]
     half = len(grid) // 2
     return {
         "served": {tenant: int(total[-1] - total[0]) for tenant, total in zip(tenants, totals, strict=True)},
