@@ -264,9 +264,12 @@ class Runner:
         self._allot(0)
         self._warm_up()
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        reserved, allocated = torch.cuda.memory_reserved(self._device), torch.cuda.memory_allocated(self._device)
         self._largest_step()
-        steps = torch.cuda.memory_reserved(self._device) - before
+        # a small step may find room in what is reserved already, which empty_cache can't give back
+        peak = torch.cuda.max_memory_allocated(self._device) - allocated
+        steps = max(peak, torch.cuda.memory_reserved(self._device) - reserved)
         return steps, self._make_graphs().measure() if with_graphs else 0
 
     @torch.inference_mode()

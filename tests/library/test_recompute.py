@@ -228,7 +228,8 @@ def test_offloaded_inputs_come_back_bit_for_bit_and_take_no_room_on_the_device(s
         set_recompute(model, recompute)
         for length in (2048, 4096, 4096, 1024):  # memory on the host is used again, for other sizes too
             rows = ids.flatten()[:length].repeat(4, 1)
-            whole = Batch(rows, torch.ones_like(rows), torch.arange(length).expand(4, -1), rows, 4 * length, 4 * length)
+            positions, targets = torch.arange(length).expand(4, -1), 4 * (length - 1)
+            whole = Batch(rows, torch.ones_like(rows), positions, rows, 4 * length, targets)
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             loss, grads = step(model, whole)

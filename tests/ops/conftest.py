@@ -17,7 +17,8 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def allocate_poisoned(*args: object, **kwargs: object) -> Tensor:
             memory = allocate(*args, **kwargs)
-            return memory.fill_(float("nan")) if memory.is_floating_point() else memory
+            with torch.no_grad():  # a leaf that takes a gradient may be filled
+                return memory.fill_(float("nan")) if memory.is_floating_point() else memory
 
         return allocate_poisoned
 

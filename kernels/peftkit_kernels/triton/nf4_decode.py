@@ -9,6 +9,7 @@ level, and a code is the lane to shuffle it from.
 import torch
 import triton
 import triton.language as tl
+from torch.utils._python_dispatch import _disable_current_modes
 
 from peftkit_kernels.reference import NF4
 
@@ -113,8 +114,9 @@ def _permute_asm(dtype: torch.dtype) -> str:
     same time. The tables don't depend on $4 and leave the loop; a zero that ptxas
     can't see through keeps them out of uniform registers, from which each permute would first have to copy them.
     """
-    table = torch.tensor(NF4, dtype=torch.float32).to(dtype).view(torch.uint8).view(16, 2).T.contiguous()
-    words = [f"0x{word & 0xFFFFFFFF:08x}" for word in table.view(torch.int32).flatten().tolist()]
+    with _disable_current_modes():  # the first use may be a rehearsal on tensors without data
+        table = torch.tensor(NF4, dtype=torch.float32).to(dtype).view(torch.uint8).view(16, 2).T.contiguous()
+        words = [f"0x{word & 0xFFFFFFFF:08x}" for word in table.view(torch.int32).flatten().tolist()]
     look_up = [
         "prmt.b32 below, t0, t1, index;",
         "prmt.b32 above, t2, t3, index;",
