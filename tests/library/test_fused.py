@@ -39,6 +39,8 @@ from peftkit.methods import (
     unfuse,
 )
 from peftkit.methods.lora_linear import Projection
+from peftkit.recipe import Recipe
+from peftkit.train import prepare, train
 from peftkit.train.rehearsal import rehearse
 
 SHAPE: dict[str, Any] = {
@@ -356,3 +358,18 @@ def nf4(linear: nn.Linear) -> nn.Module:
     layer.support_avx512bf16_for_cpu = False
     layer.weight.data = linear.weight.detach().clone()
     return layer.to("cpu")
+
+
+@pytest.mark.parametrize("variant", ["plain", "dora"])
+def test_a_run_loses_the_same_through_it(
+    make_recipe: Callable[..., Recipe], tmp_path: Path, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses: list[float | None] = []
+    for name in ("own", "fused"):
+        if name == "fused":  # on a CPU it isn't taken by itself
+            packing = prepare._packing
+            monkeypatch.setattr(prepare, "_packing", lambda model, recipe: (fuse(model), packing(model, recipe))[1])
+        summary = train(make_recipe(method={"variant": variant}, out=str(tmp_path / name)))
+        losses.append(summary.train_loss)
+        assert summary.fast_share == (1.0 if name == "fused" else 0.0)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
