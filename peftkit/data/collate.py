@@ -1,6 +1,6 @@
 """Samples → one right-padded batch. Padding is known by position alone, never by a token id: pad = eos is common.
 
-B rows, T tokens of the longest row.
+B rows, T tokens of the longest row, S sequences.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ IGNORED = -100
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A micro-batch; all tensors int64."""
+    """A micro-batch; tensors are int64."""
 
     input_ids_BT: Tensor
     attention_mask_BT: Tensor
@@ -33,6 +33,10 @@ class Batch:
     num_target_tokens: int
     segments_BT: Tensor | None = None
     """Which of a packed row's samples each token belongs to; None where a row is one sample."""
+    bounds_S: Tensor | None = None
+    """Where each sample, or a row's padding, begins among the tokens of all rows, and their number; int32, on a GPU."""
+    longest: int = 0
+    """Tokens of the longest of them."""
 
     @property
     def num_positions(self) -> int:
@@ -40,10 +44,27 @@ class Batch:
         return self.input_ids_BT.numel()
 
     def to(self, device: torch.device) -> "Batch":
-        """The same batch on `device`."""
+        """The same batch on `device`; on a GPU with its bounds, which couldn't be found there without waiting."""
+        if device.type != "cpu" and self.input_ids_BT.device.type == "cpu":
+            bounds_S, longest = sequence_bounds(self.segments_BT, self.attention_mask_BT)
+            return replace(self, bounds_S=bounds_S, longest=longest)._moved(device)
+        return self._moved(device)
+
+    def _moved(self, device: torch.device) -> "Batch":
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         moved = {name: v.to(device, non_blocking=True) for name, v in values.items() if isinstance(v, Tensor)}
         return replace(self, **moved)
+
+
+def sequence_bounds(segments_BT: Tensor | None, attention_mask_BT: Tensor) -> tuple[Tensor, int]:
+    """Bounds int32 (S + 1,) of the samples in a batch's rows and of what padding follows them; the longest one's
+    tokens."""
+    kinds_BT = attention_mask_BT if segments_BT is None else segments_BT
+    begins_BT = torch.ones_like(kinds_BT, dtype=torch.bool)
+    begins_BT[:, 1:] = kinds_BT[:, 1:] != kinds_BT[:, :-1]
+    begins = begins_BT.flatten().nonzero().squeeze(1)
+    bounds_S = torch.cat([begins, begins.new_tensor([kinds_BT.numel()])]).to(torch.int32)
+    return bounds_S, int(bounds_S.diff().max())
 
 
 def collate(samples: Sequence[Sample]) -> Batch:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-MASKED = ("sdpa", "eager", "peftkit_prefix")
+MASKED = ("sdpa", "eager", "peftkit_rows", "peftkit_prefix")
 """Attention implementations that take a mask of their caller's."""
 PADDING = -1
 """Segment of padding."""

@@ -36,6 +36,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from peftkit.errors import UnsupportedError
+from peftkit.methods.attention import ATTENTION as BY_BOUNDS
+from peftkit.methods.attention import InFront, over_sequences
 from peftkit.methods.method import (
     MAX_ENCODER,
     Method,
@@ -125,7 +127,7 @@ class Prefix(Method):
         generator: torch.Generator,
     ) -> None:
         settings = model.config
-        if settings._attn_implementation not in ("sdpa", "eager"):
+        if settings._attn_implementation not in ("sdpa", "eager", BY_BOUNDS):
             raise UnsupportedError(
                 f"{config.kind} needs attention 'sdpa' or 'eager', the model uses '{settings._attn_implementation}'"
             )
@@ -140,6 +142,8 @@ class Prefix(Method):
         self._encoder: nn.Module = self._build(start, generator).to(start.device)
         model.add_module("prefix_encoder", self._encoder)
         self._kv_L2KVD: Tensor | None = None
+        self.in_front: InFront | None = None
+        """Where the virtual tokens of a forward pass go whose rows are known by the bounds of their sequences."""
         self._attention_before = settings._attn_implementation
         settings._attn_implementation = ATTENTION
         trunk: Any = model.base_model
@@ -218,6 +222,8 @@ class Prefix(Method):
             )
         kwargs["position_ids"] = text_positions(kwargs.get("position_ids"), mask, T) + self._view[0]
         self._kv_L2KVD = self._encoder().view(self._view).permute(1, 2, 3, 0, 4)
+        bounds = kwargs.get("cu_seq_lens_q")
+        self.in_front = None if bounds is None else InFront(bounds, self._view[0], B * T)
         return (), kwargs
 
 
@@ -233,6 +239,10 @@ def _attention(
     prefix: Prefix = module.__dict__["prefix"]
     (B, _, Tq, _), Tk = query.shape, key.shape[2]
     prefix_key, prefix_value = prefix.layer(module.__dict__["layer_idx"], key.dtype)
+    if prefix.in_front is not None:
+        text = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        output_NQD = _over_bounds(prefix.in_front, prefix_key[0], prefix_value[0], *text, **kwargs)
+        return output_NQD.view(B, Tq, *output_NQD.shape[1:]), None
     if attention_mask is None and Tq > 1:
         visible = torch.ones(Tq, Tk, dtype=torch.bool, device=query.device).tril(Tk - Tq)
         attention_mask = visible[None, None].expand(B, 1, Tq, Tk)
@@ -242,6 +252,26 @@ def _attention(
     key = torch.cat([prefix_key.expand(B, -1, -1, -1), key], 2)
     value = torch.cat([prefix_value.expand(B, -1, -1, -1), value], 2)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def _over_bounds(
+    in_front: InFront,
+    prefix_key_KVD: Tensor,
+    prefix_value_KVD: Tensor,
+    query_NQD: Tensor,
+    key_NKD: Tensor,
+    value_NKD: Tensor,
+    *,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    **_: Any,
+) -> Tensor:
+    """The same over rows without a mask: (N, Q, D)."""
+    keys = in_front.put(prefix_key_KVD.transpose(0, 1), key_NKD)
+    values = in_front.put(prefix_value_KVD.transpose(0, 1), value_NKD)
+    longest = max_length_q + prefix_key_KVD.shape[1]
+    return over_sequences(query_NQD, keys, values, cu_seq_lens_q, in_front.bounds_S, max_length_q, longest, scaling)
 
 
 AttentionInterface.register(ATTENTION, _attention)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from peftkit.data import IGNORED, Batch, block_mask
+from peftkit.methods.attention import bounded
 from peftkit_kernels import cross_entropy, cross_entropy_grad
 
 CHUNK_LOGITS = 2**25
@@ -55,14 +56,14 @@ def token_loss_sum(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 def last_hidden(model: PreTrainedModel, batch: Batch) -> Tensor:
     """The trunk's output (B, T, H) for a batch; the samples of a packed row don't see each other."""
-    mask = batch.attention_mask_BT
-    if batch.segments_BT is not None:
-        mask = block_mask(batch.segments_BT, str(model.config._attn_implementation), model.dtype)
+    arguments = bounded(model, len(batch.input_ids_BT), batch.bounds_S, batch.longest)
+    if not arguments:
+        mask = batch.attention_mask_BT
+        if batch.segments_BT is not None:
+            mask = block_mask(batch.segments_BT, str(model.config._attn_implementation), model.dtype)
+        arguments = {"attention_mask": mask}
     return model.base_model(
-        input_ids=batch.input_ids_BT,
-        attention_mask=mask,
-        position_ids=batch.position_ids_BT,
-        use_cache=False,
+        input_ids=batch.input_ids_BT, position_ids=batch.position_ids_BT, use_cache=False, **arguments
     ).last_hidden_state
 
 

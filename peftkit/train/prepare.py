@@ -34,6 +34,7 @@ from peftkit.data.packing import why_not
 from peftkit.errors import InputError, RecipeError
 from peftkit.evaluate import Example, read_examples
 from peftkit.methods import attach, attached, fuse
+from peftkit.methods.attention import attend_by_bounds
 from peftkit.recipe import Recipe
 from peftkit.train.adapter_size import check_adapter_fits
 from peftkit.train.fit import choose_recompute
@@ -188,6 +189,7 @@ def load(recipes: Sequence[Recipe]) -> tuple[Resident, list[Rows]]:
 def adapt(resident: Resident, recipe: Recipe, rows: Rows) -> Prepared:
     """Attaches a run's adapters to a bare resident base and seeds the generators. Raises RecipeError, InputError."""
     model = resident.model
+    attend_by_bounds(model)
     set_seed(recipe.train.seed, device_specific=True)
     for index, config in enumerate(recipe.methods):
         try:

@@ -160,6 +160,7 @@ def _batch(shape: Shape, packed: bool, device: torch.device) -> Batch:
     """A micro-batch of a shape; rows of one length have no mask to keep padding out."""
     ids_BT = torch.zeros(shape.rows, shape.length, dtype=torch.long, device=device)
     apart = packed or shape.tokens < shape.rows * shape.length
+    num_bounds = shape.rows + 1 + int(apart)  # one more than rows, or attention would take them for whole
     return Batch(
         input_ids_BT=ids_BT,
         attention_mask_BT=torch.ones_like(ids_BT),
@@ -168,6 +169,8 @@ def _batch(shape: Shape, packed: bool, device: torch.device) -> Batch:
         num_tokens=shape.tokens,
         num_target_tokens=shape.targets,
         segments_BT=torch.zeros_like(ids_BT) if apart else None,
+        bounds_S=torch.zeros(num_bounds, dtype=torch.int32, device=device),
+        longest=shape.length,
     )
 
 
