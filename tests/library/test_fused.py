@@ -365,9 +365,9 @@ def test_a_run_loses_the_same_through_it(
     make_recipe: Callable[..., Recipe], tmp_path: Path, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses: list[float | None] = []
+    packing = prepare._packing
     for name in ("own", "fused"):
         if name == "fused":  # on a CPU it isn't taken by itself
-            packing = prepare._packing
             monkeypatch.setattr(prepare, "_packing", lambda model, recipe: (fuse(model), packing(model, recipe))[1])
         summary = train(make_recipe(method={"variant": variant}, out=str(tmp_path / name)))
         losses.append(summary.train_loss)
