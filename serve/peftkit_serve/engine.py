@@ -216,7 +216,9 @@ class Engine:
         return live.request_id
 
     def step(self) -> list[RequestOutput]:
-        """Starts a step, and finishes one: on a GPU the one before. Returns what requests drew in it, or ended with.
+        """Starts a step, and finishes the one before, or if it had to be waited for this one too.
+
+        Returns an output for each token that a request drew in them, or that it ended with.
 
         When the device fails at the start of a step, its requests are computed one by one, so that only those end with
         "error" that fail alone too.
@@ -227,7 +229,9 @@ class Engine:
         started = self._start(plan, outputs) if plan.chunks else None
         outputs += self._finish()
         self._under_way = started
-        return outputs if self._overlap else outputs + self._finish()
+        if started is not None and isinstance(started.result, StepResult):
+            outputs += self._finish()
+        return outputs
 
     def _start(self, plan: StepPlan, outputs: list[RequestOutput]) -> _UnderWay | None:
         """Starts a step; when that fails, computes what can be computed of it at once, for `outputs`."""
@@ -265,10 +269,10 @@ class Engine:
         step, self._under_way = self._under_way, None
         if step is None:
             return []
-        if isinstance(step.result, StepResult):
-            return self._book(step.plan, step.result)
+        result = step.result
         try:
-            result = self._runner.collect(step.result)
+            if isinstance(result, Launched):
+                result = self._runner.collect(result)
         except Exception as error:  # as at its start, but what it has computed can't be told any more
             logger.exception("a step of %d requests failed under way", len(step.plan.chunks))
             return self._fail(step.plan, error)

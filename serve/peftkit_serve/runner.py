@@ -10,7 +10,7 @@ from torch import Tensor
 
 from peftkit.base import BaseInfo, Quant, auto_device, auto_dtype, check_nf4
 from peftkit.errors import InputError
-from peftkit_kernels import copy_pages, sample
+from peftkit_kernels import copy_pages, sample, sort_by_slot
 from peftkit_serve.adapters.memory import AdapterMemory
 from peftkit_serve.batch import Batch, Extras
 from peftkit_serve.budget import (
@@ -28,7 +28,7 @@ from peftkit_serve.models.spec import ModelSpec, read_spec
 from peftkit_serve.models.weights import OpenSource, base_linear, load_weights
 from peftkit_serve.pages import PAGE_TOKENS, pages_for
 from peftkit_serve.plan import UNKNOWN, Chunk, Sample, StepPlan, StepResult
-from peftkit_serve.request import SamplingParams
+from peftkit_serve.request import SamplingParams, TokenLogprobs
 from peftkit_serve.sampler import draw, is_plain, logprobs
 from peftkit_serve.step_inputs import StepInputs
 
@@ -165,9 +165,11 @@ class Runner:
         names = [chunk.request_id for chunk in chunks if chunk.sample is not None]
         if not len(hidden_XH):
             return self._started(names, self._last_token_R[:0])
+        if any(one.targets for one in chunks):
+            return self._scored(hidden_XH, batch, chunks)
         logits_XV = self._decoder.logits(hidden_XH, batch)
-        if any(one.targets or (one.sample is not None and not is_plain(one.sample)) for one in chunks):
-            return self._drawn_now(logits_XV, chunks)
+        if not all(one.sample is None or is_plain(one.sample) for one in chunks):
+            return self._drawn_now(logits_XV, [one for one in chunks if one.sample is not None])
         token_X = sample(logits_XV, *draws)
         torch.clamp(token_X, min=0, out=self._last_token_R[: len(names)])  # what can't be drawn is never read
         return self._started(names, token_X)
@@ -227,6 +229,38 @@ class Runner:
         last_token_X = torch.tensor([max(0, token) for token in result.tokens.values()], dtype=torch.int64)
         self._last_token_R[: len(last_token_X)] = self._moved(last_token_X)
         return result
+
+    def _scored(self, hidden_XH: Tensor, batch: Batch, chunks: Sequence[Chunk]) -> StepResult:
+        """The result of a step with prompts whose tokens' log-probabilities are asked for.
+
+        hidden_XH: the rows of `Batch.sample_row_X`. Logits are there for no more rows at a time than of a step without.
+        """
+        slot_X = [chunk.slot for chunk in chunks for _ in range(len(chunk.targets) + (chunk.sample is not None))]
+
+        def logits_of(rows: Sequence[int]) -> Tensor:
+            segments = sort_by_slot(torch.tensor([slot_X[row] for row in rows], dtype=torch.int64))
+            adapted = segments.to(self._device) if len(segments.slot_G) else None
+            return self._decoder.logits(hidden_XH[list(rows)], replace(batch, sample_segments=adapted))
+
+        prompts: dict[str, tuple[TokenLogprobs, ...]] = {}
+        drawing: list[tuple[int, Chunk]] = []
+        row = 0
+        for chunk in chunks:
+            found: list[TokenLogprobs] = []
+            for start in range(0, len(chunk.targets), self._max_requests):
+                targets = chunk.targets[start : start + self._max_requests]
+                rows = range(row + start, row + start + len(targets))
+                found += logprobs(logits_of(rows), targets, [chunk.num_top_targets] * len(targets))
+            if chunk.targets:
+                prompts[chunk.request_id] = tuple(found)
+            row += len(chunk.targets)
+            if chunk.sample is not None:
+                drawing.append((row, chunk))
+                row += 1
+        if not drawing:
+            return StepResult({}, prompt_logprobs=prompts)
+        result = self._drawn_now(logits_of([row for row, _ in drawing]), [chunk for _, chunk in drawing])
+        return replace(result, prompt_logprobs=prompts)
 
     def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         if copies:
@@ -303,39 +337,17 @@ class Runner:
         return chunks
 
 
-def _draw(logits_XV: Tensor, chunks: Sequence[Chunk]) -> StepResult:
-    """Draws the chunks' tokens and scores their targets. The rows are those of `Batch.sample_row_X`."""
-    drawing: list[tuple[int, Chunk, Sample]] = []
-    scored: list[tuple[Chunk, range]] = []
-    row = 0
-    for chunk in chunks:
-        if chunk.targets:
-            scored.append((chunk, range(row, row + len(chunk.targets))))
-            row += len(chunk.targets)
-        if chunk.sample is not None:
-            drawing.append((row, chunk, chunk.sample))
-            row += 1
-    rows = [row for row, _, _ in drawing]
-    logits_NV = logits_XV if len(rows) == len(logits_XV) else logits_XV[rows]
-    tokens = draw(logits_NV, [sample for _, _, sample in drawing]) if drawing else []
-    drawn = {chunk.request_id: token for (_, chunk, _), token in zip(drawing, tokens, strict=True)}
+def _draw(logits_NV: Tensor, chunks: Sequence[Chunk]) -> StepResult:
+    """Draws the chunks' tokens, a row each, and reports their log-probabilities where they are asked for."""
+    samples = [chunk.sample for chunk in chunks if chunk.sample is not None]
+    assert len(samples) == len(logits_NV)
+    tokens = draw(logits_NV, samples)
     reported = [
-        (row, chunk.request_id, sample.params.logprobs)
-        for row, chunk, sample in drawing
-        if sample.params.logprobs is not None and drawn[chunk.request_id] >= 0
+        (row, chunk.request_id, tokens[row], samples[row].params.logprobs or 0)
+        for row, chunk in enumerate(chunks)
+        if samples[row].params.logprobs is not None and tokens[row] >= 0
     ]
-    chosen = logprobs(
-        logits_XV[[row for row, _, _ in reported]],
-        [drawn[name] for _, name, _ in reported],
-        [n for _, _, n in reported],
-    )
-    return StepResult(
-        drawn,
-        dict(zip([name for _, name, _ in reported], chosen, strict=True)),
-        {
-            chunk.request_id: tuple(
-                logprobs(logits_XV[rows.start : rows.stop], chunk.targets, [chunk.num_top_targets] * len(rows))
-            )
-            for chunk, rows in scored
-        },
-    )
+    rows, names, chosen, counts = (list(column) for column in zip(*reported, strict=True)) if reported else ([],) * 4
+    scores = logprobs(logits_NV[rows], chosen, counts)
+    drawn = {chunk.request_id: token for chunk, token in zip(chunks, tokens, strict=True)}
+    return StepResult(drawn, dict(zip(names, scores, strict=True)))

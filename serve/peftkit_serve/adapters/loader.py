@@ -57,6 +57,15 @@ class LoadedAdapter:
         """Virtual tokens at the head of each request."""
         return next((len(one) for one in (self.embeddings_VH, self.kv_VL2KD) if one is not None), 0)
 
+    def pinned(self) -> "LoadedAdapter":
+        """The same in pinned memory, from which a GPU copies while the host goes on."""
+        return replace(
+            self,
+            weights=None if self.weights is None else self.weights.pinned(),
+            embeddings_VH=None if self.embeddings_VH is None else self.embeddings_VH.pin_memory(),
+            kv_VL2KD=None if self.kv_VL2KD is None else self.kv_VL2KD.pin_memory(),
+        )
+
     @property
     def nbytes(self) -> int:
         """Bytes that it takes: of adapter memory for weights, of its tensor for virtual tokens."""
@@ -122,9 +131,7 @@ class AdapterLoader:
         configs = tuple(part.config for part in artifact.parts)
         loaded = LoadedAdapter(artifact.uid, configs, artifact.record, **made)
         self._check_size(artifact.path, loaded)
-        if self._pinned and loaded.weights is not None:
-            return replace(loaded, weights=loaded.weights.pinned())
-        return loaded
+        return loaded.pinned() if self._pinned else loaded
 
     def _pack_part(self, part: Part) -> tuple[str, PackedAdapter | Tensor]:
         """The field of `LoadedAdapter` that a method fills, and what it puts there."""
