@@ -53,6 +53,21 @@ for line in sys.stdin:
 """
 
 
+STEPS = {
+    "add_tenant": 24,
+    "rotate": 24,
+    "revoke": 24,
+    "remove_tenant": 32,
+    "upload": 80,
+    "flip": 24,
+    "roll_back": 24,
+    "remove": 40,
+    "remove_version": 40,
+}
+"""About how many steps each kind of change takes: a server is killed at any one of them."""
+KINDS = sorted(STEPS)
+
+
 class Launcher:
     """Starts servers, one at a time, of one store and database."""
 
@@ -136,12 +151,10 @@ class Administrator:
         self.revoked: list[str] = []
         self._num_tenants = 0
 
-    def change(self, http: httpx.Client) -> None:
-        """One change, booked when it is answered."""
+    def change(self, http: httpx.Client, kind: str | None = None) -> None:
+        """One change, of a kind or any, booked when it is answered."""
         self.after = copy.deepcopy(self.state)
-        changes = [self._add_tenant, self._rotate, self._revoke, self._remove_tenant]
-        changes += [self._upload] * 4 + [self._flip, self._roll_back, self._remove, self._remove_version]
-        self._rng.choice(changes)(http)
+        getattr(self, f"_{kind or self._rng.choice(KINDS)}")(http)
         self.state = self.after
 
     def _add_tenant(self, http: httpx.Client) -> None:
@@ -289,14 +302,18 @@ def test_a_killed_server_has_lost_nothing_and_shows_nothing_by_half(
     def client(url: str) -> httpx.Client:
         return httpx.Client(base_url=url, headers=administrator.headers, timeout=20)
 
+    kinds = rng.sample(KINDS, len(KINDS))
     try:
-        pid, url = launcher.start(0)
+        pid, url = launcher.start(rng.randrange(STEPS[kinds[-1]]))
         assert url is not None
         with client(url) as http:
             sources, answers = probe(http, folders)
-        for _ in range(int(os.environ.get("PEFTKIT_TEST_KILLS", "6"))):
-            os.kill(pid, signal.SIGUSR1)
+        for _ in range(int(os.environ.get("PEFTKIT_TEST_KILLS", "4"))):
             with client(url) as http, contextlib.suppress(httpx.TransportError):
+                for kind in (None, "add_tenant", "upload", "upload"):
+                    administrator.change(http, kind)
+                os.kill(pid, signal.SIGUSR1)
+                administrator.change(http, kinds.pop())
                 while True:
                     administrator.change(http)
             assert launcher.wait() == -signal.SIGKILL
@@ -305,7 +322,8 @@ def test_a_killed_server_has_lost_nothing_and_shows_nothing_by_half(
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                 assert launcher.wait() == -signal.SIGKILL
-            pid, url = launcher.start(rng.randrange(100))
+            kinds = kinds or rng.sample(KINDS, len(KINDS))
+            pid, url = launcher.start(rng.randrange(STEPS[kinds[-1]]))
             assert url is not None
             with client(url) as http:
                 administrator.check(http, sources, answers)

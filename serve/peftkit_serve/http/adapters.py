@@ -76,6 +76,9 @@ def create_router(service: Service, access: Access, database: Database) -> APIRo
         card = VersionCard.of(adapter, version, catalog.shelf)
         return Published(name=adapter.name, tenant=adapter.owner or None, **card.model_dump())
 
+    def fixed() -> list[AdapterCard]:
+        return [AdapterCard.fixed_one(entry, service.created) for entry in service.static_entries()]
+
     async def from_path(tenant: str | None, name: str, path: str) -> Published:
         folder = _contained(path, service.settings.adapter_roots)
         version = await catalog.publish(owner(tenant), name, lambda arrival: arrival.copy(folder))
@@ -103,13 +106,15 @@ def create_router(service: Service, access: Access, database: Database) -> APIRo
 
     @router.get("/adapters")
     async def list_adapters(tenant: str | None = None) -> AdapterList:
-        """Adapters with their versions."""
+        """Adapters with their versions; among the shared ones those that the server was started with."""
         cards = [AdapterCard.of(adapter, catalog.shelf) for adapter in catalog.list_owned(owner(tenant))]
-        return AdapterList(data=cards)
+        return AdapterList(data=sorted([*cards, *([] if tenant else fixed())], key=lambda card: card.name))
 
     @router.get("/adapters/{name}")
     async def show_adapter(name: str, tenant: str | None = None) -> AdapterCard:
         """One adapter with its versions."""
+        if not tenant and (card := next((card for card in fixed() if card.name == name), None)):
+            return card
         return AdapterCard.of(catalog.owned(owner(tenant), name), catalog.shelf)
 
     @router.post("/adapters/{name}/aliases")

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field
 
+from peftkit_serve.adapters.store import AdapterEntry
 from peftkit_serve.http.schemas import Body, Text
 from peftkit_serve.tenants.records import Adapter, Key, Limits, Tenant, Version
 from peftkit_serve.tenants.shelf import Shelf, Tier
@@ -149,7 +150,7 @@ class VersionCard(BaseModel):
     rank: int
     num_virtual: int
     bytes: int
-    """Of its files."""
+    """Of its files; in memory, for one that the server was started with."""
     created: float
     weight: float
     """Its share of the requests for the bare name."""
@@ -158,7 +159,7 @@ class VersionCard(BaseModel):
     references: int
     """Requests that use it."""
     last_use: float | None
-    """Seconds since 1970, of this process."""
+    """Seconds since 1970, of this process; not known of one that the server was started with."""
     load_ms: float | None
     """How long it took to load, in this process."""
 
@@ -188,12 +189,33 @@ class AdapterCard(BaseModel):
     tenant: str | None
     """null for a shared one."""
     state: Literal["ready"] = "ready"
+    fixed: bool = False
+    """Whether the server was started with it: then it can be neither changed nor removed."""
     versions: list[VersionCard]
 
     @classmethod
     def of(cls, adapter: Adapter, shelf: Shelf) -> Self:
         cards = [VersionCard.of(adapter, version, shelf) for version in adapter.versions.values()]
         return cls(name=adapter.name, tenant=adapter.owner or None, versions=cards)
+
+    @classmethod
+    def fixed_one(cls, entry: AdapterEntry, created: float) -> Self:
+        """One that the server was started with."""
+        card = VersionCard(
+            version=entry.version,
+            uid=entry.uid,
+            method=entry.kind,
+            rank=entry.rank,
+            num_virtual=entry.num_virtual,
+            bytes=entry.nbytes,
+            created=created,
+            weight=1.0,
+            tier="gpu" if entry.resident else "host",
+            references=entry.references,
+            last_use=None,
+            load_ms=None,
+        )
+        return cls(name=entry.name, tenant=None, fixed=True, versions=[card])
 
 
 class AdapterList(BaseModel):

@@ -7,13 +7,16 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from transformers import PreTrainedTokenizerBase
 
+from peftkit.artifact.files import RECORD_FILE, read_json
 from peftkit.chat import encode_prompt, render_chat
 from peftkit.errors import InputError, PeftkitError, RunError
+from peftkit_serve.adapters.store import AdapterEntry
 from peftkit_serve.async_engine import AsyncEngine
 from peftkit_serve.http import errors
 from peftkit_serve.http.access import Caller
@@ -25,6 +28,7 @@ from peftkit_serve.http.sse import merge
 from peftkit_serve.request import Request, RequestOutput, SamplingParams
 from peftkit_serve.tenants.admission import Admission, Visit
 from peftkit_serve.tenants.catalog import Catalog, Chosen
+from peftkit_serve.tenants.content import template_of
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +79,10 @@ class Service:
         self.admission = Admission(max_waiting=settings.max_waiting)
         self.metrics = Metrics(engine, served_name, catalog)
         self.draining = False
-        self._static = frozenset(engine.engine.adapters.names())
-        self._created = int(time.time())
+        self._static = {entry.name: _template_in(entry.path) for entry in self.static_entries()}
+        """Name → chat template, from its own folder: adapters of the same weights are one in the engine."""
+        self.created = int(time.time())
+        """When the server began, in seconds since 1970."""
         # the first call settles the tokenizer's padding and truncation, which threads may not do at the same time
         encode_prompt(engine.engine.tokenizer, "ready")
 
@@ -84,6 +90,12 @@ class Service:
     def ready(self) -> bool:
         """Whether a new request would be taken."""
         return self.engine.alive and not self.draining
+
+    def static_entries(self) -> list[AdapterEntry]:
+        """The adapters that the server was started with, by name."""
+        adapters = self.engine.engine.adapters
+        names = [name for name in adapters.names() if self.catalog.shelf.digest_of(name) == name]
+        return [adapters.get(name) for name in sorted(names)]
 
     def names(self, caller: Caller) -> list[str]:
         """What `model` may be: the base's name, then the adapters' in order."""
@@ -111,7 +123,7 @@ class Service:
         """How `/v1/models` shows a name. Raises 404 for an unknown one."""
         model = self.model(caller, name)
         parent = None if model.root == self.served_name else self.served_name
-        return ModelCard(id=name, created=self._created, root=model.root, parent=parent, max_model_len=model.room)
+        return ModelCard(id=name, created=self.created, root=model.root, parent=parent, max_model_len=model.room)
 
     async def chat_prompt(
         self, model: Model, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
@@ -235,9 +247,8 @@ class Service:
             entry, room = engine.adapters.get(name), engine.room(name)
         except InputError:  # removed since the server began
             return None
-        template = entry.record.get("chat_template")
-        text = template.get("text") if isinstance(template, dict) else None
-        return Model(name, name, name, None, str(entry.path), room, _with_template(engine.tokenizer, text))
+        tokenizer = _with_template(engine.tokenizer, self._static[name])
+        return Model(name, name, name, None, str(entry.path), room, tokenizer)
 
     def _fitting(self, model: Model, token_ids: list[int], field: str) -> list[int]:
         if not token_ids:
@@ -287,9 +298,13 @@ def _raise_failure(output: RequestOutput, expiry: _Expiry) -> None:
         raise errors.unavailable("the server stopped before the answer was complete")
 
 
-def _with_template(tokenizer: PreTrainedTokenizerBase, template: object) -> PreTrainedTokenizerBase:
+def _template_in(folder: Path) -> str | None:
+    return template_of(read_json(folder / RECORD_FILE)) if (folder / RECORD_FILE).exists() else None
+
+
+def _with_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> PreTrainedTokenizerBase:
     """The tokenizer with an adapter's own chat template; itself where there is none."""
-    if not isinstance(template, str) or not template:
+    if not template:
         return tokenizer
     own = copy.copy(tokenizer)  # shares the vocabulary: nothing but the template differs
     own.chat_template = template

@@ -20,7 +20,7 @@ from typing import Any
 from peftkit.artifact import read_adapter
 from peftkit.errors import InputError
 from peftkit_serve.async_engine import AsyncEngine
-from peftkit_serve.tenants.content import Arrival, Contents
+from peftkit_serve.tenants.content import Arrival, Contents, template_of
 from peftkit_serve.tenants.database import Database
 from peftkit_serve.tenants.names import check_name
 from peftkit_serve.tenants.records import SHARED, Adapter, Tenant, Version
@@ -97,8 +97,10 @@ class Catalog:
         return adapters.get((SHARED, name))
 
     def owned(self, owner: str, name: str) -> Adapter:
-        """An owner's adapter. Raises NotThere."""
+        """An owner's adapter. Raises NotThere, Reserved for a name that the server was started with."""
         adapter = self._database.snapshot.adapters.get((owner, name))
+        if adapter is None and owner == SHARED and name in self._reserved():
+            raise Reserved(f"'{name}' stays as it is: the server was started with it", field="name")
         if adapter is None:
             raise NotThere(f"there is no adapter '{name[:128]}'", field="name")
         return adapter
@@ -208,13 +210,11 @@ class Catalog:
             record = arrival.check()
             uid = _read(arrival.folder, self._engine)
             digest, num_bytes = self._contents.keep(arrival)
-        template = record.get("chat_template")
-        text = template.get("text") if isinstance(template, dict) else None
         return {
             "digest": digest,
             "uid": uid,
             "nbytes": num_bytes,
-            "template": text if isinstance(text, str) and text else None,
+            "template": template_of(record),
         }
 
     async def _free(self, digests: set[str]) -> int:

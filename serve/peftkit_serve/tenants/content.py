@@ -17,7 +17,7 @@ import tarfile
 import tempfile
 import time
 import zipfile
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
@@ -155,6 +155,13 @@ class Arrival:
                 if self._left < 0:
                     raise TooLargeError("the adapter's files are larger than this server takes")
                 file.write(block)
+
+
+def template_of(record: Mapping[str, Any]) -> str | None:
+    """The chat template that an adapter brings, by what its `peftkit.json` says."""
+    template = record.get("chat_template")
+    text = cast(dict[str, Any], template).get("text") if isinstance(template, dict) else None
+    return text if isinstance(text, str) and text else None
 
 
 def _old(folder: Path) -> list[Path]:
