@@ -235,6 +235,16 @@ def test_every_kind_goes_on_with_the_same_bits(ten_steps: Callable[..., Recipe],
     same_run(train(recipe, resume=True), whole)
 
 
+@pytest.mark.parametrize("recompute", ["selective", "full", "offload"])
+def test_recomputed_activations_go_on_with_the_same_bits(ten_steps: Callable[..., Recipe], recompute: str) -> None:
+    sections = {"train": {"gradient_checkpointing": recompute}, "eval": {"every": 6}}
+    whole = train(ten_steps("whole", "dora", **sections))
+    recipe = ten_steps("parts", "dora", **sections)
+    stop_at(recipe, 5)
+    torch.randn(11)
+    same_run(train(recipe, resume=True), whole)
+
+
 @pytest.mark.parametrize("data", list(DATA))
 @pytest.mark.parametrize("step", [3, 9])
 def test_packed_and_streamed_rows_go_on_with_the_same_bits(

@@ -78,10 +78,16 @@ def ten_steps(make_recipe: MakeRecipe, tmp_path: Path) -> Callable[..., Recipe]:
     valid = tmp_path / "valid.jsonl"
     valid.write_text("".join(json.dumps({"prompt": "ab" * n, "completion": "b" * n}) + "\n" for n in range(1, 7)))
 
-    def make(name: str, kind: str, data: str) -> Recipe:
+    def make(name: str, kind: str, data: str, recompute: str) -> Recipe:
         made = make_recipe(
             data={"valid": str(valid), **DATA[data]},
-            train={"max_steps": 10, "batch_size": 2, "grad_accum": 2, "save_every": 1},
+            train={
+                "max_steps": 10,
+                "batch_size": 2,
+                "grad_accum": 2,
+                "save_every": 1,
+                "gradient_checkpointing": recompute,
+            },
             eval={"every": 2},
             out=str(tmp_path / name),
         )
@@ -105,9 +111,9 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(
     ten_steps: Callable[..., Recipe], data: str, moment: str, seed: int
 ) -> None:
     rng = random.Random(seed)
-    kind = rng.choice(list(METHODS))
-    print("method:", kind)
-    whole, killed = ten_steps("whole", kind, data), ten_steps("killed", kind, data)
+    kind, recompute = rng.choice(list(METHODS)), rng.choice(["none", "selective", "full", "offload"])
+    print("method:", kind, recompute)
+    whole, killed = (ten_steps(name, kind, data, recompute) for name in ("whole", "killed"))
     start = time.perf_counter()
     child = begin(whole)
     child.join()
