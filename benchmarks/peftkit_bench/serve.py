@@ -24,6 +24,8 @@ _RANK = 16
 _SHORT_S = 10.0
 """A throughput case that takes less is repeated; of a longer one the rates of its parts give an interval."""
 _PARTS = 10
+_CONTEXT = 128
+"""Of the decode cases that vLLM's program has too."""
 
 Line = dict[str, Any]
 
@@ -141,7 +143,7 @@ class Bench:
             "total_tok_s": round((num_prompt + num_out) / seconds, 1),
         }
 
-    def decode(self, adapters: int, batch: int, context: int = 128, steps: int = 64) -> Line:
+    def decode(self, adapters: int, batch: int, context: int = _CONTEXT, steps: int = 64) -> Line:
         """S2: what so many more steps cost, with the same prompts; the median of each."""
         vocab = self.engine.spec.vocab_size
         work = [([12 + row % (vocab - 12)] * context, row % adapters if adapters else None) for row in range(batch)]
@@ -208,17 +210,6 @@ def step_floor_s(engine: Engine, rows: int, context: int, adapter_bytes: int) ->
     return (runner.weight_bytes - embedding_bytes + kv_bytes + adapter_bytes) / _READ_BYTES_PER_S
 
 
-def measure(settings: Settings) -> Iterator[Line]:
-    """The run's lines, as they are measured."""
-    bench = Bench(settings)
-    yield bench.start
-    for adapters in settings.adapters:
-        for batch in settings.batches:
-            yield bench.decode(adapters, batch)
-        for dist in ("uniform", "zipf") if adapters > 32 else ("uniform",):
-            yield bench.throughput(adapters, dist)
-
-
 def peer_lines(program: Path, settings: Settings) -> Iterator[Line]:
     """The lines of vLLM's program over the same requests, in a process of its own."""
     engines = ",".join("base" if count == 0 else str(count) for count in settings.adapters)
@@ -245,12 +236,12 @@ def rows(lines: Sequence[Mapping[str, Any]], peers: Sequence[Mapping[str, Any]])
     figure = {"throughput": "out_tok_s", "decode": "step_ms"}
 
     def key(line: Mapping[str, Any]) -> tuple[object, ...]:
-        return line["case"], line.get("adapters"), line.get("batch"), line.get("dist")
+        return line["case"], line.get("adapters"), line.get("batch"), line.get("dist"), line.get("context", _CONTEXT)
 
     theirs = {key(line): line for line in peers if line.get("case") in figure}
     return [
         [
-            f"{line['case']} {line.get('dist', '')}".strip(),
+            _named(line),
             line["adapters"],
             line.get("batch", line.get("requests")),
             figure[line["case"]],
@@ -261,3 +252,9 @@ def rows(lines: Sequence[Mapping[str, Any]], peers: Sequence[Mapping[str, Any]])
         for line in lines
         if line["case"] in figure
     ]
+
+
+def _named(line: Mapping[str, Any]) -> str:
+    """A case with what else tells it from the others of its kind."""
+    context = line.get("context", _CONTEXT)
+    return f"{line['case']} {line.get('dist', '')}".strip() + ("" if context == _CONTEXT else f" at {context}")

@@ -82,39 +82,66 @@ def serve(
         "8b where there is a GPU, else toy.",
     ),
     quant: str = typer.Option("none", "--quant", help="none or nf4."),
-    adapters: str = typer.Option("0,1,8,32,128", "--adapters", help="Numbers of LoRAs of rank 16, with commas."),
-    batches: str = typer.Option("1,8,64,256", "--batches", help="Sequences of the decode cases, with commas."),
-    requests: int = typer.Option(512, "--requests", help="Of a throughput case.", min=1),
-    max_tokens: int = typer.Option(128, "--max-tokens", help="That each of them generates.", min=1),
+    only: list[str] | None = typer.Option(
+        None,
+        "--only",
+        help="Cases with this in their name (S3, churn, rows=64, …; --list names them); may be repeated.",
+        metavar="NAME",
+    ),
+    limit: float | None = typer.Option(None, "--limit", help="Seconds after which no further case begins.", min=1),
+    profile: bool = typer.Option(
+        False, "--profile", help="On a GPU: where the time of decode and prefill steps goes, too."
+    ),
+    list_: bool = typer.Option(False, "--list", help="Print the cases' names and measure nothing."),
+    adapters: str = typer.Option("0,1,8,32,128", "--adapters", help="S1, S2: numbers of LoRAs, with commas."),
+    batches: str = typer.Option("1,8,64,256", "--batches", help="S2: sequences of the decode cases, with commas."),
+    requests: int = typer.Option(512, "--requests", help="S1: of a throughput case.", min=1),
+    max_tokens: int = typer.Option(128, "--max-tokens", help="S1: that each of them generates.", min=1),
     device: str = typer.Option("auto", "--device", help="auto, cuda or cpu."),
     num_pages: int | None = typer.Option(None, "--num-pages", help="KV memory in pages of 16 tokens.", min=1),
-    peer: Path | None = typer.Option(None, "--peer", help="vLLM's program, which is run afterwards.", metavar="FILE"),
+    peer: Path | None = typer.Option(
+        None, "--peer", help="vLLM's program for S1 and S2, which is run afterwards.", metavar="FILE"
+    ),
     http: bool = typer.Option(
         False, "--http", help="Measure the HTTP service instead: its cost over the engine, and tenants' shares."
     ),
     streams: str = typer.Option("16,64,256", "--streams", help="With --http: streams at a time, with commas."),
-    seconds: float = typer.Option(60.0, "--seconds", help="With --http: length of the tenants' cases.", min=1),
+    seconds: float = typer.Option(
+        60.0,
+        "--seconds",
+        help="Length of each replay (S3) and of churn (S5); with --http of the tenants' cases.",
+        min=1,
+    ),
     out: Path | None = typer.Option(None, "--out", help="A file that each line is also written to.", metavar="FILE"),
     quick: bool = typer.Option(
         False,
         "--quick",
-        help="Base only, 8 and 64 adapters; 256 requests; fewer repeats. With --http: shorter answers, 20 seconds.",
+        help="Base only, 8 and 64 adapters; 256 requests; fewer repeats; replays of 10 seconds. "
+        "With --http: shorter answers, 20 seconds.",
     ),
 ) -> None:
-    """Measure the engine's throughput (S1) and decode latency (S2) with many adapters, beside vLLM; with --http what
-    the service costs over the engine (S6) and whether it is fair (S7)."""
+    """Measure the engine with many adapters: throughput (S1) and decode latency (S2) beside vLLM, S-LoRA's replay
+    (S3), mixed kinds (S4), churn (S5), cold starts and memory; with --http what the service costs over the engine (S6)
+    and whether it is fair (S7)."""
     from peftkit.base import auto_device
     from peftkit_bench import serve as bench
+    from peftkit_bench.serve_fleet import sizes_of
 
-    shape = shape or ("8b" if auto_device(device).type == "cuda" else "toy")
+    on_gpu = auto_device(device).type == "cuda"
+    shape = shape or ("8b" if on_gpu else "toy")
     if shape not in bench.SHAPES and not http:
         raise InputError(f"--shape {shape}: it must be one of {', '.join(bench.SHAPES)}", field="shape")
     if quant not in ("none", "nf4"):
         raise InputError(f"--quant {quant}: it must be none or nf4", field="quant")
     if http:
+        for option, given in (("only", only), ("limit", limit), ("profile", profile), ("list", list_)):
+            if given:
+                raise InputError(f"--{option} is for the engine's cases: leave it or --http out", field=option)
         counts = _counts("--streams", streams, least=1)
         _serve_http(shape, quant, device, num_pages, counts, seconds, quick=quick, out=out)
         return
+    if profile and not on_gpu and not list_:
+        raise RunError("peftkit bench serve --profile needs a CUDA GPU")
     settings = bench.Settings(
         shape=shape,
         quant=quant,
@@ -126,16 +153,51 @@ def serve(
         device=device,
         num_pages=num_pages,
     )
+    sizes = sizes_of(shape, quant, device, num_pages, seconds, quick=quick)
+    cases = _serve_cases(settings, sizes, only or [], profiled=profile)
+    if list_:
+        output.emit({"cases": [case.name for case in cases]}, lambda: "\n".join(case.name for case in cases))
+        return
+    _serve_engine(cases, settings, sizes, limit, peer=peer, out=out)
+
+
+def _serve_cases(settings: Any, sizes: Any, only: list[str], *, profiled: bool) -> Any:
+    """The chosen cases."""
+    from peftkit_bench.serve_cases import all_cases
+
+    known = all_cases(settings, sizes, profiled=profiled)
+    cases = [case for case in known if not only or any(text in case.name for text in only)]
+    if not cases:
+        raise InputError(f"--only {' '.join(only)}: no case has that in its name; --list names them", field="only")
+    return cases
+
+
+def _serve_engine(
+    cases: Any, settings: Any, sizes: Any, limit: float | None, *, peer: Path | None, out: Path | None
+) -> None:
+    """Measures, writes each line as it comes, then the tables."""
+    from peftkit_bench import serve as bench
+    from peftkit_bench import serve_tables as tables
+    from peftkit_bench.serve_cases import measure
+
     shared, lines, peers = bench.facts(settings), list[dict[str, Any]](), list[dict[str, Any]]()
-    for line in bench.measure(settings):
+    for line in measure(cases, settings, sizes, limit):
         lines.append(line)
         _write_line({**line, **shared}, out)
     for line in () if peer is None else bench.peer_lines(peer, settings):
         peers.append(line)
         _write_line(line, out)
-    output.emit(
-        {**shared, "cases": lines, "peers": peers}, lambda: output.table(bench.HEADERS, bench.rows(lines, peers))
+    found = (
+        (bench.HEADERS, bench.rows(lines, peers)),
+        (tables.HEADERS, tables.rows(lines)),
+        (tables.PROFILE_HEADERS, tables.profile_rows(lines)),
     )
+    output.emit(
+        {**shared, "cases": lines, "peers": peers},
+        lambda: "\n\n".join(output.table(headers, cells) for headers, cells in found if cells),
+    )
+    if any("error" in line for line in lines):
+        raise typer.Exit(1)
 
 
 def _serve_http(
