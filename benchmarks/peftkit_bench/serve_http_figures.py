@@ -10,6 +10,8 @@ import numpy as np
 
 Line = dict[str, Any]
 _WINDOWS = 10
+FULL_AFTER = 0.25
+"""After this part of a run of two tenants both have requests waiting."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Wave:
     """CPU time of the engine's own thread."""
     client_share: float
     """Of a core, by the busiest client."""
+    part_rates: Sequence[float]
+    """Tokens/s in each tenth of the time."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -58,6 +62,8 @@ def wave(result: Mapping[str, Any], loop_s: float, engine_s: float) -> Wave:
         gaps += between.tolist()
         steady += between[(events[:-1] >= all_begun) & (events[1:] <= first_end)].tolist()
     tokens = sum(one["tokens"] for one in times)
+    edges = np.linspace(result["begun"], result["ended"], _WINDOWS + 1)
+    counts, _ = np.histogram([event for one in times for event in one["events"]], edges)
     return Wave(
         seconds=result["ended"] - result["begun"],
         tokens=tokens,
@@ -68,6 +74,7 @@ def wave(result: Mapping[str, Any], loop_s: float, engine_s: float) -> Wave:
         loop_s=loop_s,
         engine_s=engine_s,
         client_share=result.get("cpu_share", 0.0),
+        part_rates=(counts / np.diff(edges)).tolist(),
     )
 
 
@@ -96,7 +103,7 @@ def cost(alone: Sequence[Wave], http: Sequence[Wave]) -> Line:
     }  # fmt: skip
     for name, waves in (("engine", alone), ("http", http)):
         line[name] = {
-            "tok_s": spread([one.tokens_per_s for one in waves]),
+            "tok_s": _rate(waves),
             "first_p50_ms": percentile_ms(waves, "first_s", 50),
             "first_p99_ms": percentile_ms(waves, "first_s", 99),
             "between_p50_ms": percentile_ms(waves, "gaps_s", 50),
@@ -109,6 +116,15 @@ def cost(alone: Sequence[Wave], http: Sequence[Wave]) -> Line:
         }
     line["client_cpu_share"] = spread([one.client_share for one in http], 2)
     return line
+
+
+def _rate(waves: Sequence[Wave]) -> dict[str, float | int]:
+    """Tokens/s of repeats; of a single run with its interval of 95 % by the rates of its parts."""
+    found = spread([one.tokens_per_s for one in waves])
+    if len(waves) > 1:
+        return found
+    half = 1.96 * statistics.stdev(waves[0].part_rates) / _WINDOWS**0.5
+    return found | {"low": round(found["median"] - half, 1), "high": round(found["median"] + half, 1)}
 
 
 def served(
@@ -139,8 +155,7 @@ def fairness(
 
     batch_price: price of all requests that the engine has places for: the unit in which a difference is small.
     """
-    begun = 0.25 * seconds  # by then both queues are full
-    grid = np.linspace(begun, seconds, 10 * _WINDOWS + 1)
+    grid = np.linspace(FULL_AFTER * seconds, seconds, 10 * _WINDOWS + 1)
     totals: list[np.ndarray] = []
     for tenant in tenants:
         times, priced = services[tenant]
@@ -158,6 +173,15 @@ def fairness(
         "difference_second_half": round(float(np.abs(difference[half:]).max()) / batch_price, 3),
         "difference_end": round(float(difference[-1]) / batch_price, 3),
     }
+
+
+def least_waiting(result: Mapping[str, Any], requests: Sequence[Mapping[str, Any]], tenant: str, begun: float) -> int:
+    """The fewest of a tenant's requests that have waited for their first token at one time, from `begun` seconds on."""
+    mine = [one for one in result["times"] if requests[one["index"]]["tenant"] == tenant and one["status"] != 429]
+    sent = np.array([one["sent"] - result["begun"] for one in mine])
+    started = np.array([one["events"][0] - result["begun"] if one["events"] else np.inf for one in mine])
+    grid = np.linspace(begun, result["ended"] - result["begun"], 10 * _WINDOWS)
+    return min(int(((sent <= at) & (started > at)).sum()) for at in grid[:-1])
 
 
 def latencies(result: Mapping[str, Any], requests: Sequence[Mapping[str, Any]], tenant: str) -> Line:

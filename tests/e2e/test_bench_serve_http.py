@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from peftkit.cli.main import app
 from peftkit_bench import serve_http_client as client
-from peftkit_bench.serve_http_figures import cost, fairness, served, wave
+from peftkit_bench.serve_http_figures import cost, fairness, least_waiting, served, wave
 
 
 def run_of(starts: list[float], step_s: float, tokens: int, late_s: float = 0.0) -> dict[str, Any]:
@@ -60,6 +60,24 @@ def test_the_difference_of_two_tenants_grows_as_they_are_served(seed: int, share
     line = fairness(services, ("first", "second"), 40.0, batch_price=150.0)
     assert line["growth"]["low"] - 0.05 < growth < line["growth"]["high"] + 0.05
     assert (line["difference_end"] > 40.0) is (growth > 0.0)
+
+
+def test_who_waits_is_counted_until_its_first_token() -> None:
+    requests = [{"tenant": name} for name in ("first", "second", "first", "second")]
+    sent, first = (0.0, 0.0, 0.2, 1.0), (9.0, 5.0, None, None)
+    times = [
+        {
+            "index": i,
+            "sent": sent[i],
+            "status": 429 if i == 3 else 200,
+            "events": [] if first[i] is None else [first[i]],
+        }
+        for i in range(4)
+    ]
+    result = {"begun": 0.0, "ended": 10.0, "times": times}
+    assert least_waiting(result, requests, "first", 1.0) == 1
+    assert least_waiting(result, requests, "first", 0.0) == 1
+    assert least_waiting(result, requests, "second", 1.0) == 0
 
 
 async def answered(parts: list[bytes]) -> client.Times:
