@@ -360,16 +360,16 @@ def nf4(linear: nn.Linear) -> nn.Module:
     return layer.to("cpu")
 
 
-@pytest.mark.parametrize("variant", ["plain", "dora"])
+@pytest.mark.parametrize(("variant", "quant"), [("plain", "nf4"), ("dora", "none")])
 def test_a_run_loses_the_same_through_it(
-    make_recipe: Callable[..., Recipe], tmp_path: Path, variant: str, monkeypatch: pytest.MonkeyPatch
+    make_recipe: Callable[..., Recipe], tmp_path: Path, variant: str, quant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses: list[float | None] = []
     packing = prepare._packing
     for name in ("own", "fused"):
         if name == "fused":  # on a CPU it isn't taken by itself
             monkeypatch.setattr(prepare, "_packing", lambda model, recipe: (fuse(model), packing(model, recipe))[1])
-        summary = train(make_recipe(method={"variant": variant}, out=str(tmp_path / name)))
+        summary = train(make_recipe(method={"variant": variant}, quant={"kind": quant}, out=str(tmp_path / name)))
         losses.append(summary.train_loss)
         assert summary.fast_share == (1.0 if name == "fused" else 0.0)
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
