@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from peftkit.errors import RecipeError
 from peftkit.recipe import Optim
+from peftkit.train.eight_bit import FlatAdamW8bit
 
 FACTOR = "lr_factor"
 
@@ -31,14 +32,14 @@ def build_optimizer(
         return torch.optim.AdamW(groups, **shared, fused=True)
     from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
 
-    if settings.name == "adamw_8bit":
-        return AdamW8bit(groups, **shared)
-    if not torch.cuda.is_available():
+    paged = settings.name == "paged_adamw_8bit"
+    if paged and not torch.cuda.is_available():
         raise RecipeError(
             "optim.name: paged_adamw_8bit pages moments out of a GPU's memory, and there is no GPU: use adamw_8bit",
             field="optim.name",
         )
-    return PagedAdamW8bit(groups, **shared)
+    make: Any = PagedAdamW8bit if paged else AdamW8bit
+    return FlatAdamW8bit(groups, lambda laid_out: make(laid_out, **shared))
 
 
 def moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -46,8 +47,7 @@ def moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parame
     return {
         f"{name}/{field}": torch.as_tensor(value)
         for name, parameter in parameters.items()
-        for field, value in optimizer.state.get(parameter, {}).items()
-        if not field.startswith("qmap")  # bitsandbytes' constant table
+        for field, value in _remembered(optimizer, parameter).items()
     }
 
 
@@ -56,24 +56,37 @@ def set_moments(
 ) -> None:
     """Puts back what `moments` gave, in the place of all that the optimiser remembers."""
     optimizer.state.clear()
-    known = {id(parameters[key.rpartition("/")[0]]) for key in saved}
-    begin: Any = getattr(optimizer, "init_state", None)  # bitsandbytes': with its tables, and paged where it pages
-    if begin is not None:
-        for index, group in enumerate(optimizer.param_groups):
-            for place, parameter in enumerate(group["params"]):
-                if id(parameter) in known:
-                    begin(group, parameter, index, place)
+    known = [parameters[name] for name in dict.fromkeys(key.rpartition("/")[0] for key in saved)]
+    if isinstance(optimizer, FlatAdamW8bit):
+        optimizer.begin(known)
     for key, value in saved.items():
         name, _, field = key.rpartition("/")
         parameter = parameters[name]
-        state = optimizer.state[parameter]
-        match state.get(field):
-            case None:
-                state[field] = value.to(parameter.device)
+        match _remembered(optimizer, parameter).get(field):
             case Tensor() as held:
                 held.copy_(value)
+            case None:
+                optimizer.state[parameter][field] = value.to(parameter.device)
             case _:
-                state[field] = value.item()
+                _state(optimizer, parameter)[field] = value.item()
+
+
+def _state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
+    """What is remembered of a parameter, or of the flat tensor that it is a part of."""
+    place = optimizer.places.get(parameter) if isinstance(optimizer, FlatAdamW8bit) else None
+    return optimizer.state[parameter if place is None else place.flat]
+
+
+def _remembered(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
+    """The parameter's part of it, without bitsandbytes' constant tables."""
+    state = {field: value for field, value in _state(optimizer, parameter).items() if not field.startswith("qmap")}
+    place = optimizer.places.get(parameter) if isinstance(optimizer, FlatAdamW8bit) else None
+    if place is None:
+        return state
+    return {
+        field: place.of(field, value, parameter) if isinstance(value, Tensor) else value
+        for field, value in state.items()
+    }
 
 
 def learning_rate(settings: Optim, step: int, total_steps: int) -> float:
