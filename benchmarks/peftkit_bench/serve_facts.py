@@ -39,8 +39,7 @@ def pages_case(fleet: Fleet) -> Line:
     sizes, steps = fleet.sizes, 2 * PAGE_TOKENS
     mean = sizes.mean_length
     lengths = [mean // 2 + round(mean * (row + 0.5) / sizes.rows) - steps // 2 for row in range(sizes.rows)]
-    num_filling = sum(lengths) // sizes.max_tokens_per_step + sizes.rows
-    fleet.fill([None] * sizes.rows, [max(1, length) for length in lengths], num_filling + 2 * steps)
+    fleet.fill([None] * sizes.rows, [max(1, length) for length in lengths])
     wastes: list[float] = []
     means: list[float] = []
     for _ in range(steps):
@@ -92,7 +91,7 @@ def cold_case(fleet: Fleet, beside: int) -> Line:
     folder = fleet.maker.write(RANK_16, 20_000, fleet.folder / f"cold-{beside}")
     fleet.make_resident([warm, *others])
     if beside:
-        fleet.fill(others, sizes.prompt, min(fleet.engine.room() - sizes.prompt, 4096))
+        fleet.fill(others, sizes.prompt)
     times: dict[str, list[float]] = {"warm": [], "host": [], "disk": []}
     for _ in range(_COLD_REPEATS + 1):
         times["warm"].append(1e3 * fleet.first_token_s(warm, sizes.prompt))
@@ -118,7 +117,7 @@ def _first_from_disk_s(fleet: Fleet, folder: Path) -> float:
     """From the beginning of the load; what else there is goes on meanwhile."""
     begun = time.perf_counter()
     ticket = fleet.engine.adapters.begin(folder.name, folder)
-    while fleet.busy and not ticket.future.done():
+    while fleet.live and not ticket.future.done():
         fleet.step()
     fleet.engine.adapters.register(ticket)
     loaded_s = time.perf_counter() - begun

@@ -4,7 +4,7 @@ import gc
 import itertools
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from peftkit_serve.adapters.loader import LoadedAdapter
 from peftkit_serve.models.spec import read_spec
 
 _MAX_POSITIONS = 8192
+_WARM_STEPS = 4
 _ROOM = 1.1
 """Adapter memory over what as many average adapters as there are slots need: some steps have larger ones."""
 
@@ -75,6 +76,18 @@ def sizes_of(shape: str, quant: Quant, device: str, num_pages: int | None, secon
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Steady:
+    """What a steady batch took."""
+
+    step_ms: list[float]
+    """Of each block of steps, on average."""
+    filled_s: float
+    """Until all rows had their first token."""
+    floor_ms: float
+    """What a step takes at least, halfway."""
+
+
 class Fleet:
     """The engine and its adapters."""
 
@@ -106,7 +119,7 @@ class Fleet:
         self.maker = AdapterMaker(spec, dtype, device)
         self._held: dict[str, LoadedAdapter] = {}
         self._registered: set[str] = set()
-        self._live: set[str] = set()
+        self._live: dict[str, None] = {}
         self._ids = map(str, itertools.count())
         self._rng = np.random.default_rng(0)
 
@@ -115,14 +128,9 @@ class Fleet:
         self._folder.cleanup()
 
     @property
-    def busy(self) -> bool:
-        """Whether a request has not ended."""
-        return bool(self._live)
-
-    @property
-    def num_live(self) -> int:
-        """Requests that have not ended."""
-        return len(self._live)
+    def live(self) -> Collection[str]:
+        """Requests that have not ended, in the order in which they came."""
+        return self._live.keys()
 
     def adapters(self, family: Family, count: int) -> list[str]:
         """Names of a family's first `count` adapters, which are made, and known to the engine, from now on."""
@@ -169,7 +177,7 @@ class Fleet:
         """Queues a greedy request that goes on to `max_tokens`; its id."""
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         request = Request(prompt=prompt, adapter=adapter, request_id=next(self._ids), sampling=params)
-        self._live.add(self.engine.add_request(request))
+        self._live[self.engine.add_request(request)] = None
         return request.request_id
 
     def step(self) -> list[RequestOutput]:
@@ -178,15 +186,19 @@ class Fleet:
         for output in outputs:
             assert output.finish_reason in (None, "length"), output
             if output.finish_reason is not None:
-                self._live.remove(output.request_id)
+                del self._live[output.request_id]
         return outputs
 
-    def fill(self, rows: Sequence[str | None], prompt: int | Sequence[int], max_tokens: int) -> float:
-        """Requests with these adapters and lengths, until each has its first token; the seconds that took."""
+    def fill(self, rows: Sequence[str | None], prompt: int | Sequence[int], max_tokens: int | None = None) -> float:
+        """Requests with these adapters and lengths, until each has its first token; the seconds that took.
+
+        max_tokens: None goes on for as long as the context reaches.
+        """
         lengths = [prompt] * len(rows) if isinstance(prompt, int) else prompt
         prompts = [self.prompt(length) for length in lengths]
         begun = time.perf_counter()
-        waiting = {self.add(one, tokens, max_tokens) for one, tokens in zip(rows, prompts, strict=True)}
+        most = max_tokens or self.engine.room()
+        waiting = {self.add(one, tokens, most) for one, tokens in zip(rows, prompts, strict=True)}
         while waiting:
             waiting -= {output.request_id for output in self.step()}
         return time.perf_counter() - begun
@@ -200,20 +212,25 @@ class Fleet:
             self.step()
         return time.perf_counter() - begun
 
-    def steady_ms(self, rows: Sequence[str | None], context: int, blocks: int = 1) -> tuple[list[float], float]:
-        """Milliseconds of a decode step, on average of each block of steps; and the seconds until all had a token."""
-        steps, warm = self.sizes.steps, 4
-        filled_s = self.fill(rows, context, warm + 1 + blocks * steps + 1)
-        for _ in range(warm):
+    def steady(self, rows: Sequence[str | None], context: int, blocks: int = 1) -> Steady:
+        """Decode steps of rows whose prompts have `context` tokens, timed in blocks of steps."""
+        steps = self.sizes.steps
+        filled_s = self.fill(rows, context)
+        for _ in range(_WARM_STEPS):
             self.step()
+        running = self.engine._scheduler.running
+        reached = sum(one.num_positions for one in running) / len(running)
         times: list[float] = []
         for _ in range(blocks):
             begun = time.perf_counter()
             for _ in range(steps):
                 self.step()
             times.append(1e3 * (time.perf_counter() - begun) / steps)
+        assert len(running) == len(rows) == len(self.live), "a row has ended or waits"
         self.clear()
-        return times, filled_s
+        distinct = sorted({name for name in rows if name is not None})
+        floor_s = step_floor_s(self.engine, len(rows), round(reached + steps * blocks / 2), self.nbytes(distinct))
+        return Steady(times, filled_s, 1e3 * floor_s)
 
     def clear(self) -> None:
         """Ends all requests."""
@@ -221,11 +238,6 @@ class Fleet:
             self.engine.abort(request_id)
         self._live.clear()
         self.engine.check_integrity()
-
-    def floor_ms(self, names: Sequence[str | None], context: int) -> float:
-        """What a decode step of these rows takes at least."""
-        distinct = {name for name in names if name is not None}
-        return 1e3 * step_floor_s(self.engine, len(names), context, self.nbytes(sorted(distinct)))
 
 
 def ratio(times: Sequence[float], others: Sequence[float]) -> dict[str, float | int]:

@@ -53,7 +53,7 @@ def decode_case(fleet: Fleet, adapters: int, rows: int) -> Line:
     names = fleet.adapters(RANK_16, min(adapters, rows))
     filled: list[str | None] = [names[row % len(names)] if names else None for row in range(rows)]
     timed, recorded = fleet.sizes.steps, max(2, fleet.sizes.steps // 3)
-    fleet.fill(filled, fleet.sizes.prompt, rows + timed + 3 * recorded + 16)
+    fleet.fill(filled, fleet.sizes.prompt)
     for _ in range(8):
         fleet.step()
     line = _split(fleet.step, timed, recorded, on_gpu=fleet.on_gpu)
@@ -70,7 +70,7 @@ def prefill_case(fleet: Fleet, adapters: int) -> Line:
     def step() -> None:
         for name in rows:
             fleet.add(name, fleet.prompt(tokens // len(rows)), 1)
-        while fleet.busy:
+        while fleet.live:
             fleet.step()
 
     for _ in range(3):

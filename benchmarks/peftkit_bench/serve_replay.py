@@ -71,10 +71,10 @@ def replay(fleet: Fleet, arrivals: Iterator[Arrival], seconds: float, most_live:
     run, upcoming = Run(seconds), next(arrivals)
     begun = time.perf_counter()
     while (now := time.perf_counter() - begun) < seconds:
-        while upcoming.at <= now and fleet.num_live < most_live:
+        while upcoming.at <= now and len(fleet.live) < most_live:
             run.arrived[fleet.add(upcoming.adapter, upcoming.prompt, upcoming.max_tokens)] = upcoming
             upcoming = next(arrivals)
-        if not fleet.busy:
+        if not fleet.live:
             time.sleep(max(0.0, min(upcoming.at, seconds) - now))
             continue
         outputs = fleet.step()

@@ -26,9 +26,9 @@ _MOST_PAIRS = 3
 def decode_case(fleet: Fleet, adapters: int, rows: int, context: int) -> Line:
     """S2 at a context: a decode step's time beside its floor, each row with the next of the adapters."""
     names = _rows(fleet.adapters(RANK_16, min(adapters, rows)), rows)
-    times, filled_s = fleet.steady_ms(names, context, fleet.sizes.repeats)
+    steady = fleet.steady(names, context, fleet.sizes.repeats)
+    times, filled_s, floor_ms = steady.step_ms, steady.filled_s, steady.floor_ms
     median = statistics.median(times)
-    floor_ms = fleet.floor_ms(names, context + fleet.sizes.steps * len(times) // 2)
     return {
         "case": "decode",
         "adapters": adapters,
@@ -58,12 +58,12 @@ def kinds_case(fleet: Fleet) -> Line:
     lora = fleet.adapters(RANK_16, sizes.rows)
     alone: dict[str, float] = {}
     for kind, names in zip(("lora", "prefix", "prompt", "bottleneck", "base"), (*of_kind, []), strict=True):
-        alone[kind] = round(fleet.steady_ms(_rows(names, sizes.rows), sizes.prompt)[0][0], 3)  # warms them up, too
-    fleet.steady_ms(lora, sizes.prompt)
+        alone[kind] = round(fleet.steady(_rows(names, sizes.rows), sizes.prompt).step_ms[0], 3)  # warms them up, too
+    fleet.steady(lora, sizes.prompt)
     times: tuple[list[float], list[float]] = ([], [])
     for number in range(sizes.repeats):
         for which in (0, 1) if number % 2 else (1, 0):
-            times[which].append(fleet.steady_ms((lora, mixed)[which], sizes.prompt)[0][0])
+            times[which].append(fleet.steady((lora, mixed)[which], sizes.prompt).step_ms[0])
     of_lora = ratio(times[1], times[0])
     return {
         "case": "kinds",
@@ -160,9 +160,10 @@ def churn_case(fleet: Fleet) -> Line:
         "seconds": round(seconds, 2),
         "loads": len(churn.loads_s),
         "skipped": churn.skipped,
-        "load_ms": spread([1e3 * one for one in churn.loads_s], 1),
         "adapter_bytes": fleet.weight_bytes(rows[:1]),
     }
+    if churn.loads_s:
+        line["load_ms"] = spread([1e3 * one for one in churn.loads_s], 1)
     for name, runs in zip(("without", "with"), gaps, strict=True):
         line[name] = {f"p{p:g}_ms": spread([float(np.percentile(run, p)) for run in runs], 3) for p in (50, 99, 99.9)}
         line[name]["max_ms"] = spread([max(run) for run in runs], 3)
@@ -173,23 +174,25 @@ def churn_case(fleet: Fleet) -> Line:
 
 
 def _gaps(fleet: Fleet, rows: Sequence[str], seconds: float, beside: _Churn | _Visits) -> list[float]:
-    """Milliseconds between the tokens of a batch, all of whose rows draw one in each step."""
+    """Milliseconds between the tokens of the first row of a batch, which are those of every row."""
     sizes = fleet.sizes
     cells = PAGE_TOKENS * fleet.engine.stats()["pages_total"] // (len(rows) + 1)
     room = min(fleet.engine.room(), cells, 4096) - sizes.prompt
     fleet.fill(rows, sizes.prompt, room)
-    begun = time.perf_counter()
-    ends, due = [begun], begun
-    while ends[-1] - begun < seconds and len(ends) < room - 8:
-        if ends[-1] >= due:
+    row = next(iter(fleet.live))
+    begun = now = due = time.perf_counter()
+    times: list[float] = []
+    while now - begun < seconds and row in fleet.live:
+        if now >= due:
             beside.tick()
             due += sizes.period_s
         beside.poll()
-        fleet.step()
-        ends.append(time.perf_counter())
+        outputs = fleet.step()
+        now = time.perf_counter()
+        times += [now for output in outputs if output.request_id == row]
     fleet.clear()
     beside.end()
-    return [1e3 * (end - start) for start, end in pairwise(ends)]
+    return [1e3 * (end - start) for start, end in pairwise(times)]
 
 
 def base_case(fleet: Fleet) -> Line:
@@ -207,15 +210,15 @@ def base_case(fleet: Fleet) -> Line:
         if which:
             fleet.make_resident(fleet.adapters(RANK_16, sizes.loaded))
             resident = fleet.engine.stats()["adapters_resident"]
-        step_ms[which].append(fleet.steady_ms(rows, sizes.prompt)[0][0])
+        step_ms[which].append(fleet.steady(rows, sizes.prompt).step_ms[0])
         begun = time.perf_counter()
         for prompt, _ in requests:
             fleet.add(None, fleet.prompt(min(len(prompt), sizes.long_context)), sizes.prompt)
-        while fleet.busy:
+        while fleet.live:
             fleet.step()
         seconds[which].append(time.perf_counter() - begun)
 
-    fleet.steady_ms(rows, sizes.prompt)
+    fleet.steady(rows, sizes.prompt)
     for number in range(min(_MOST_PAIRS, sizes.repeats)):
         for which in (0, 1) if number % 2 else (1, 0):
             run(which)

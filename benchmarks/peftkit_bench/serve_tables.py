@@ -62,7 +62,7 @@ def _figures(line: Mapping[str, Any]) -> list[Row]:
                     for which in ("without", "with")
                 ),
                 _spread("p99 with / without", line["ratio"], f"<= {goals['ratio']}", met["ratio"]),
-                _spread("a load, ms", line["load_ms"]),
+                *(_spread("a load, ms", one) for one in (line.get("load_ms"),) if one is not None),
             ]
         case "base traffic":
             return [

@@ -43,10 +43,10 @@ def test_every_case_of_a_toy_run_has_its_lines_and_rows() -> None:
     assert kinds["ratio"]["median"] == pytest.approx(kinds["mixed_ms"]["median"] / kinds["lora_ms"]["median"], rel=0.01)
     assert set(kinds["alone_ms"]) == {"lora", "prefix", "prompt", "bottleneck", "base"}
     churn = of["S5 churn rows=5"]
-    assert churn["loads"] >= 1 and churn["with"]["p99_ms"]["median"] >= churn["with"]["p50_ms"]["median"]
+    assert churn["with"]["p99_ms"]["median"] >= churn["with"]["p50_ms"]["median"]
     assert of["base traffic adapters=4"]["resident"] == 4
     most = of["S3 replay rank=8 adapters=12"]
-    assert most["goals"] == {"of_first": 0.95} and most["used"] == 12 and most["requests"] >= most["finished"] > 0
+    assert most["goals"] == {"of_first": 0.95} and 0 < most["used"] <= 12 and most["requests"] >= most["finished"]
     assert [line["case"] for line in lines].count("capacity") == 1
     for name in ("rank=8", "rank=64,32,16,8", "rank=16"):
         memory = of[f"memory {name}"]
@@ -87,7 +87,7 @@ def test_a_replay_begins_no_request_before_it_arrives(fleet: Fleet) -> None:
     run = replay(fleet, iter(planned), 0.3)
     assert [one.at for one in run.arrived.values()] == [0.0, 0.01, 0.15] and len(run.ended) == 3
     assert all(run.first[name] > one.at for name, one in run.arrived.items())
-    assert sum(tokens for _, tokens in run.served) == 3 * (5 + 3) and not fleet.busy
+    assert sum(tokens for _, tokens in run.served) == 3 * (5 + 3) and not fleet.live
 
 
 def test_rates_are_those_of_what_ended_behind_the_ramp(seed: int) -> None:
@@ -156,7 +156,7 @@ def test_busy_time_counts_overlaps_once_and_long_pauses_apart() -> None:
 @pytest.mark.parametrize("what", ["decode", "prefill"])
 def test_a_profile_accounts_for_its_step(fleet: Fleet, what: str) -> None:
     line = serve_profile.decode_case(fleet, 3, 5) if what == "decode" else serve_profile.prefill_case(fleet, 2)
-    assert line["busy_ms"] <= line["profiled_ms"] and line["kernels"] > 0 and not fleet.busy
+    assert line["busy_ms"] <= line["profiled_ms"] and line["kernels"] > 0 and not fleet.live
     assert sum(line["groups_ms"].values()) <= 1.05 * line["busy_ms"]
     row = serve_tables.profile_rows([{"name": f"profile {what}", **line}])[0]
     assert len(row) == len(serve_tables.PROFILE_HEADERS)
