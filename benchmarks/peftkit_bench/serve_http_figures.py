@@ -134,13 +134,16 @@ def served(
 
     prices: of a prompt's token, which is served with the first generated one, and of a generated one.
     """
+    complete = [one for one in result["times"] if one["tokens"]]
+    usual = sum(one["tokens"] for one in complete) / max(1, sum(len(one["events"]) for one in complete))
     found: dict[str, tuple[list[float], list[float]]] = {}
     for one in result["times"]:
         asked = requests[one["index"]]
         times, priced = found.setdefault(asked["tenant"], ([], []))
+        an_event = one["tokens"] / len(one["events"]) if one["tokens"] else usual  # tokens that came together
         for number, event in enumerate(one["events"]):
             times.append(event - result["begun"])
-            priced.append(prices[1] + (0.0 if number else prices[0] * len(asked["prompt"])))
+            priced.append(prices[1] * an_event + (0.0 if number else prices[0] * len(asked["prompt"])))
     sorted_: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for tenant, (times, priced) in found.items():
         order = np.argsort(times)

@@ -51,12 +51,16 @@ def test_the_difference_of_two_tenants_grows_as_they_are_served(seed: int, share
     rng = random.Random(seed)
     requests = [{"tenant": "second" if rng.random() > share else "first", "prompt": [0] * 5} for _ in range(4000)]
     times = [
-        {"index": index, "events": [index * 0.01 + step * 0.001 for step in range(1, 6)]}
+        {
+            "index": index,
+            "tokens": 10 * (index % 3 > 0),
+            "events": [index * 0.01 + step * 0.001 for step in range(1, 6)],
+        }
         for index in range(len(requests))
     ]
     services = served({"begun": 0.0, "times": times}, requests, (1.0, 2.0))
     total = sum(priced.sum() for _, priced in services.values())
-    assert total == len(requests) * (5 + 2 * 5) and all((np.diff(at) >= 0).all() for at, _ in services.values())
+    assert total == len(requests) * (5 + 2 * 10) and all((np.diff(at) >= 0).all() for at, _ in services.values())
     line = fairness(services, ("first", "second"), 40.0, batch_price=150.0)
     assert line["growth"]["low"] - 0.05 < growth < line["growth"]["high"] + 0.05
     assert (line["difference_end"] > 40.0) is (growth > 0.0)
