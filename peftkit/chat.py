@@ -8,9 +8,11 @@ rendered text by offsets, never by looking for ids. Messages and tools have the 
 import hashlib
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
@@ -298,19 +300,37 @@ def _tokenise(
     tokenizer: PreTrainedTokenizerBase, text: str, starts: list[int]
 ) -> tuple[list[int], list[tuple[int, int]]]:
     """Ids of `text` and each token's characters, cut at a start where the text before it, which is what is served,
-    would have other ids by itself."""
+    would have other ids by itself.
+
+    Added tokens divide a text for good, so only what follows the last of them before a start can have other ids.
+    """
+    encode: Any = partial(tokenizer, add_special_tokens=False, return_offsets_mapping=True)
+    added = {id: token.content for id, token in tokenizer.added_tokens_decoder.items()}
     ids: list[int] = []
     offsets: list[tuple[int, int]] = []
     begin = 0
-    rest: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    rest = encode(text)
     for start in starts:
-        served: Any = tokenizer(text[begin:start], add_special_tokens=False, return_offsets_mapping=True)
-        if rest.input_ids[: len(served.input_ids)] != served.input_ids:
-            ids += served.input_ids
-            offsets += [(first + begin, last + begin) for first, last in served.offset_mapping]
+        before = bisect_right(rest.offset_mapping, start - begin, key=itemgetter(1))
+        divides = (i for i in reversed(range(before)) if _written(text, rest, i, begin) == added.get(rest.input_ids[i]))
+        kept = next(divides, 0)
+        where = begin + rest.offset_mapping[kept][0] if kept else begin
+        served = encode(text[where:start])
+        if rest.input_ids[kept : kept + len(served.input_ids)] != served.input_ids:
+            ids += rest.input_ids[:kept] + served.input_ids
+            offsets += _moved(rest.offset_mapping[:kept], begin) + _moved(served.offset_mapping, where)
             begin = start
-            rest = tokenizer(text[begin:], add_special_tokens=False, return_offsets_mapping=True)
-    return ids + rest.input_ids, offsets + [(first + begin, last + begin) for first, last in rest.offset_mapping]
+            rest = encode(text[begin:])
+    return ids + rest.input_ids, offsets + _moved(rest.offset_mapping, begin)
+
+
+def _written(text: str, encoded: Any, place: int, begin: int) -> str:
+    first, last = encoded.offset_mapping[place]
+    return text[begin + first : begin + last]
+
+
+def _moved(offsets: list[tuple[int, int]], by: int) -> list[tuple[int, int]]:
+    return [(first + by, last + by) for first, last in offsets]
 
 
 def _chosen(spans: list[tuple[int, int]], answers: list[int], chosen: list[int]) -> list[tuple[int, int]]:
@@ -417,9 +437,11 @@ def _end_with_turn(
     """Where a span ends once its end-of-turn token is in it; nothing but white space may stand between."""
     token = end_of_turn(tokenizer)
     for i, (first, last) in enumerate(offsets):
+        if ids[i] != token or first < span[0]:
+            continue
         # either the block holds the token, then only white space follows it there, or it stands right after
         between = text[last : span[1]] if last <= span[1] else text[span[1] : first]
-        if ids[i] == token and first >= span[0] and not between.strip():
+        if not between.strip():
             return max(last, span[1])
     raise DataError(
         f"messages: the chat template doesn't end an assistant turn with {tokenizer.eos_token!r}, the tokenizer's "
