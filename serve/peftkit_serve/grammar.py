@@ -61,6 +61,9 @@ class Grammars:
         matcher = LLMatcher(self._tokens(), grammar, log_level=0)
         if error := matcher.get_error():
             raise _refused(error)
+        matcher.compute_bitmask()
+        if matcher.is_stopped():  # no document is empty
+            raise _refused("no document is valid by it")
         return JsonConstraint(matcher)
 
     def _tokens(self) -> "LLTokenizer":

@@ -166,6 +166,8 @@ def test_metrics_count_requests_tokens_and_times_by_adapter(client: openai.OpenA
     for _ in range(3):
         client.completions.create(model="red", prompt="abcd", max_tokens=7, extra_body={"ignore_eos": True})
     client.completions.create(model="tiny:soft", prompt="abc", max_tokens=5, extra_body={"ignore_eos": True})
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="red", prompt=[260])
     after = samples(server)
 
     def grown(name: str, **labels: str) -> float:
@@ -174,9 +176,10 @@ def test_metrics_count_requests_tokens_and_times_by_adapter(client: openai.OpenA
 
     assert grown("peftkit_requests_total", tenant="", adapter="red", outcome="length") == 3
     assert grown("peftkit_requests_total", tenant="", adapter="soft", outcome="length") == 1
+    assert grown("peftkit_requests_total", tenant="", adapter="red", outcome="refused") == 1
     assert grown("peftkit_prompt_tokens_total", tenant="", adapter="red") == 12
     assert grown("peftkit_generation_tokens_total", tenant="", adapter="red") == 21
-    assert grown("peftkit_time_to_first_token_seconds_count") == 4
+    assert grown("peftkit_time_to_first_token_seconds_count") == grown("peftkit_queue_seconds_count") == 4
     assert grown("peftkit_time_between_tokens_seconds_count") == 3 * 6 + 4
     assert grown("peftkit_http_answers_total", route="/v1/completions", status="200") == 4
     assert grown("peftkit_steps_total") >= 7

@@ -2,6 +2,8 @@
 
 import json
 import socket
+import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -117,6 +119,11 @@ def test_a_value_out_of_range_or_of_the_wrong_type_is_refused_by_name(server: An
             "chat/completions",
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
             "response_format.json_schema.schema",
+        ),
+        (
+            "chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}},
+            "response_format",
         ),
         (
             "chat/completions",
@@ -282,6 +289,27 @@ def test_a_declared_length_over_the_limit_is_refused_before_the_body_is_sent(ser
             b"Content-Length: 99999999999\r\n\r\n"
         )
         assert connection.recv(4096).startswith(b"HTTP/1.1 413")
+
+
+def test_a_body_that_does_not_arrive_is_408_and_a_stream_outlives_that_time(
+    make_engine: Callable[..., Any], serve: Callable[..., Any]
+) -> None:
+    with serve(make_engine(), body_timeout_s=0.3) as slow:
+        host, port = slow.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b'Content-Length: 100\r\n\r\n{"model"'
+            )
+            answer = b""
+            while block := connection.recv(65536):  # the server closes it
+                answer += block
+        assert answer.startswith(b"HTTP/1.1 408 ") and b'"request_timeout"' in answer
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+        begin = time.monotonic()
+        assert httpx.post(f"{slow.url}/v1/completions", json=body, timeout=30).text.endswith("data: [DONE]\n\n")
+        assert time.monotonic() - begin > 0.3
+        slow.wait_idle()
 
 
 def test_unknown_routes_and_methods_have_the_same_body(server: Any) -> None:

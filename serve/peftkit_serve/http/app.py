@@ -92,6 +92,8 @@ def create_app(
         Guard,
         max_body_bytes=settings.max_body_bytes,
         max_upload_bytes=settings.max_upload_bytes,
+        body_timeout_s=settings.body_timeout_s,
+        upload_timeout_s=settings.request_timeout_s,
         answers=service.metrics.http_answers,
     )
     errors.install(app, service.metrics.refused)

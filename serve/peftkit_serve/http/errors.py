@@ -12,6 +12,7 @@
 | a limit, or a full queue | 429 | rate_limit_error | queue_full, requests_limit_exceeded, … |
 | `context_length_exceeded` | 400 | invalid_request_error | context_length_exceeded |
 | `model_not_found` | 404 | invalid_request_error | model_not_found |
+| a body that doesn't arrive | 408 | invalid_request_error | request_timeout |
 | an unknown route or method | 404, 405 | invalid_request_error | – |
 | a body over the limit | 413 | invalid_request_error | request_too_large |
 | anything else | 500 | server_error | internal_error |

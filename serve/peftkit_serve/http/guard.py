@@ -3,10 +3,12 @@
 The log line is of numbers and names, never of a client's text: no prompt, no answer, no header.
 """
 
+import asyncio
 import logging
 import re
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import Counter
@@ -36,15 +38,25 @@ class Guard:
     """ASGI middleware. Routes find `request.state.request_id`, and add to `request.state.facts` what the log line and
     nobody else shall know of a request."""
 
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int, max_upload_bytes: int, answers: Counter) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        max_body_bytes: int,
+        max_upload_bytes: int,
+        body_timeout_s: float,
+        upload_timeout_s: float,
+        answers: Counter,
+    ) -> None:
         """
         max_body_bytes: a longer body is refused with 413.
         max_upload_bytes: the same for the route that takes adapters' files.
+        body_timeout_s, upload_timeout_s: a body that is not there by then is refused with 408.
         answers: counts answers by route, as the OpenAPI page has it, and status.
         """
         self._app = app
-        self._max_body_bytes = max_body_bytes
-        self._max_upload_bytes = max_upload_bytes + _FORM_BYTES
+        self._bounds = (max_body_bytes, body_timeout_s)
+        self._upload_bounds = (max_upload_bytes + _FORM_BYTES, upload_timeout_s)
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,7 +77,8 @@ class Guard:
             await send(message)
 
         try:
-            await self._app(scope, self._bounded(receive, headers, self._limit(scope)), send_with_id)
+            bounds = self._upload_bounds if scope["path"] == UPLOAD_PATH else self._bounds
+            await self._app(scope, _bounded(receive, headers, *bounds), send_with_id)
         except Exception as error:
             answer = report(error, request_id)
             if not status:  # else the answer has begun, and the server closes the connection on its missing end
@@ -77,26 +90,32 @@ class Guard:
             line |= {"ms": round(1000 * (time.monotonic() - start), 1), **facts}
             logger.log(logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO, line)
 
-    def _limit(self, scope: Scope) -> int:
-        return self._max_upload_bytes if scope["path"] == UPLOAD_PATH else self._max_body_bytes
 
-    def _bounded(self, receive: Receive, headers: dict[bytes, bytes], limit: int) -> Receive:
-        """`receive` that refuses a body beyond the limit, before reading it where its length is declared."""
-        declared = headers.get(b"content-length", b"")
-        announced = declared.isdigit() and int(declared[:20]) > limit
-        seen = 0
+def _bounded(receive: Receive, headers: Mapping[bytes, bytes], limit: int, timeout_s: float) -> Receive:
+    """`receive` that refuses a body that is too late, or too long: before reading it where its length is declared."""
+    declared = headers.get(b"content-length", b"")
+    announced = declared.isdigit() and int(declared[:20]) > limit
+    deadline: float | None = asyncio.get_running_loop().time() + timeout_s
+    seen = 0
 
-        async def bounded() -> Message:
-            nonlocal seen
-            if announced:
-                raise _too_large(limit)
-            message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > limit:
-                raise _too_large(limit)
-            return message
+    async def bounded() -> Message:
+        nonlocal seen, deadline
+        if announced:
+            raise _too_large(limit)
+        try:
+            async with asyncio.timeout_at(deadline):
+                message = await receive()
+        except TimeoutError:
+            late = f"the request's body was not there after {timeout_s:g} s"
+            raise ApiError(408, late, code="request_timeout") from None
+        seen += len(message.get("body", b""))
+        if seen > limit:
+            raise _too_large(limit)
+        if not message.get("more_body", False):
+            deadline = None  # from now on it is waited for the client's going away
+        return message
 
-        return bounded
+    return bounded
 
 
 def _too_large(limit: int) -> ApiError:

@@ -53,6 +53,7 @@ class Metrics:
         self.first_token = self._histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token."
         )
+        self.queue = self._histogram("queue_seconds", "From a request's arrival to the first step that takes it in.")
         self.between_tokens = self._histogram(
             "time_between_tokens_seconds", "Between one token of a request and the next."
         )
@@ -90,7 +91,7 @@ class Track:
     def __init__(self, metrics: Metrics, tenant: str, adapter: str) -> None:
         self._metrics = metrics
         self._labels = (tenant, adapter)
-        self._last_time = time.monotonic()
+        self._begin = self._last_time = time.monotonic()
         self.outcome = "cancelled"
         self.num_prompt_tokens = 0
         self.num_tokens = 0
@@ -98,6 +99,8 @@ class Track:
     def output(self, output: RequestOutput) -> None:
         """Books one output."""
         now = time.monotonic()
+        if output.started is not None:
+            self._metrics.queue.observe(max(0.0, output.started - self._begin))
         num_new = len(output.token_ids) - self.num_tokens
         # tokens that come together, because the loop was busy, have come evenly
         share = (now - self._last_time) / max(num_new, 1)
@@ -114,7 +117,7 @@ class Track:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and issubclass(kind, Exception):
-            self.outcome = "error"
+            self.outcome = "refused" if issubclass(kind, InputError) else "error"
         self._metrics.requests.labels(*self._labels, self.outcome).inc()
         self._metrics.prompt_tokens.labels(*self._labels).inc(self.num_prompt_tokens)
         self._metrics.generated_tokens.labels(*self._labels).inc(self.num_tokens)

@@ -24,6 +24,8 @@ class Settings:
     """Of a request that isn't an upload."""
     max_upload_bytes: int = 2 * 2**30
     """Of one adapter's files."""
+    body_timeout_s: float = 60.0
+    """From a request's arrival to the end of its body; an upload's has `request_timeout_s`."""
     max_waiting: int = 1024
     """Answers that may wait for their first token, of all tenants."""
     host_bytes: int = 8 * 2**30
