@@ -22,7 +22,17 @@ from accelerate import Accelerator
 from peftkit.base import BaseInfo, Quant
 from peftkit.data import Dataset
 from peftkit.data.encode import Sample
-from peftkit.methods import AnyConfig, BottleneckConfig, LoraConfig, PrefixTuningConfig, detach
+from peftkit.methods import (
+    AnyConfig,
+    BottleneckConfig,
+    LoraConfig,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    PTuningConfig,
+    PTuningV2Config,
+    detach,
+    fast_share,
+)
 from peftkit.recipe import Data, Log, Optim, Recipe, Train
 from peftkit.recipe import Quant as QuantSettings
 from peftkit.train.loop import Trainer
@@ -35,8 +45,12 @@ from peftkit_bench.train_profile import profile_step
 
 METHODS: dict[str, AnyConfig] = {
     "lora": LoraConfig(r=16, alpha=32, targets="all-linear"),
+    "dora": LoraConfig(r=16, alpha=32, targets="all-linear", variant="dora"),
     "bottleneck": BottleneckConfig(),
     "prefix": PrefixTuningConfig(),
+    "ptuning_v2": PTuningV2Config(),
+    "ptuning": PTuningConfig(),
+    "prompt": PromptTuningConfig(),
 }
 _GOALS = {
     ("8b", 1, 4096): ((11_200, 6.8), (12_700, None)),
@@ -199,6 +213,7 @@ class Bench:
             "peak_bytes": peak,
             "held_bytes": held,
             "recompute": str(recompute),
+            "fast_share": round(fast_share(model), 4),
             "trainable": num_trainable(model),
             "loss_first": round(losses[0], 4),
             "loss_last": round(losses[-1], 4),

@@ -1,4 +1,7 @@
-"""Twenty steps of a small base beside the same with the operations' references, each in a process of its own."""
+"""Twenty steps of a small base beside the same on the reference path, each in a process of its own.
+
+The reference path is the modules' own forwards on plain PyTorch, with masked attention and nothing computed twice.
+"""
 
 import json
 import math
@@ -13,7 +16,7 @@ import torch
 from accelerate import Accelerator
 
 from peftkit.base import BaseInfo, Quant
-from peftkit.methods import detach
+from peftkit.methods import attention, detach, unfuse
 from peftkit.train.loop import Trainer
 from peftkit.train.prepare import Resident, Rows, adapt
 from peftkit_bench.train import METHODS, Case, Settings, random_data, recipe
@@ -29,7 +32,7 @@ def compare(settings: Settings, shape: str = "small", rows: int = 2, length: int
     """A line for each way of holding the base and each method: the largest difference of the 20 losses."""
     job = {"shape": shape, "rows": rows, "length": length, "device": str(settings.device), "seed": settings.seed}
     for name in ("bfloat16", "float32") if settings.device.type == "cuda" else ("float32",):
-        ours, reference = (_child({**job, "dtype": name}, kernels) for kernels in ("auto", "reference"))
+        ours, reference = (_child({**job, "dtype": name, "kernels": kernels}) for kernels in ("auto", "reference"))
         limit = _LIMITS[getattr(torch, name)]
         for case, losses in ours.items():
             pairs = list(zip(losses, reference[case], strict=True))
@@ -46,28 +49,40 @@ def compare(settings: Settings, shape: str = "small", rows: int = 2, length: int
             }
 
 
-def _child(job: dict[str, Any], kernels: str) -> dict[str, list[float]]:
-    environment = {**os.environ, "PEFTKIT_KERNELS": kernels}
+def _child(job: dict[str, Any]) -> dict[str, list[float]]:
+    environment = {**os.environ, "PEFTKIT_KERNELS": job["kernels"]}
     argv = [sys.executable, "-m", "peftkit_bench.train_losses", json.dumps(job)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
-        raise RuntimeError(f"20 steps with PEFTKIT_KERNELS={kernels}: {done.stderr[-800:]}")
+        raise RuntimeError(f"20 steps with PEFTKIT_KERNELS={job['kernels']}: {done.stderr[-800:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def losses(job: dict[str, Any]) -> dict[str, list[float]]:
     """Case → its losses, in this process."""
     device, dtype = torch.device(job["device"]), getattr(torch, job["dtype"])
-    settings = Settings(device, seed=job["seed"])
+    settings, is_reference = Settings(device, seed=job["seed"]), job["kernels"] == "reference"
+    if is_reference:
+        attention.DEVICES = frozenset()
     found: dict[str, list[float]] = {}
     accelerator = Accelerator(cpu=device.type == "cpu")
     tokenizer: Any = None  # no text is read or written
     for quant, method in _CASES:
-        case = Case(job["shape"], quant, method, job["rows"], job["length"], packed=True)
+        case = Case(
+            job["shape"],
+            quant,
+            method,
+            job["rows"],
+            job["length"],
+            level="none" if is_reference else "full",
+            packed=True,
+        )
         model = random_base(case.shape, quant, dtype, device, seed=settings.seed)
         resident = Resident(accelerator, BaseInfo(case.shape, Path(case.shape)), model, tokenizer)
         data = random_data(case, int(model.config.vocab_size), settings.seed)
         trainer = Trainer(adapt(resident, recipe(case, settings), Rows(data, None, [], [])), Path(case.shape), {})
+        if is_reference:
+            unfuse(model)
         found[f"{quant} {method}"] = [_loss(trainer) for _ in range(STEPS)]
         detach(model)
     return found
