@@ -80,16 +80,14 @@ def measure(
             if limit_s is not None and time.perf_counter() - begun > limit_s:
                 yield {"case": "left out", "names": [one.name for one in cases[number:]]}
                 return
-            case_begun = time.perf_counter()
+            error: str | None = None
             try:
-                engine, start = engines.take(case.engine)
-                yield from start
-                for line in case.run(engine):
-                    took_s = round(time.perf_counter() - case_begun, 2)
-                    yield {"case": line["case"], "name": case.name, **line, "took_s": took_s}
-            except Exception as error:  # one case's failure is its line's, and the command's exit code
+                yield from engines.run(case)
+            except Exception as failure:  # one case's failure is its line's, and the command's exit code
+                error = f"{type(failure).__name__}: {failure}"[:400]
+            if error is not None:  # only here nothing refers to what the engine held
                 engines.close()
-                yield {"case": "error", "name": case.name, "error": f"{type(error).__name__}: {error}"[:400]}
+                yield {"case": "error", "name": case.name, "error": error}
 
 
 class _Engines:
@@ -100,19 +98,20 @@ class _Engines:
         self._bench: serve.Bench | None = None
         self._fleet: Fleet | None = None
 
-    def take(self, kind: EngineKind) -> tuple[serve.Bench | Fleet, list[Line]]:
-        """The engine that a case needs, and the line of its start if it has been made now."""
-        if kind == "bench":
-            if self._bench is None:
-                self.close()
-                self._bench = serve.Bench(self._settings)
-                return self._bench, [self._bench.start]
-            return self._bench, []
-        if self._fleet is None:
+    def run(self, case: Case) -> Iterator[Line]:
+        """A case's lines, and before them that of its engine's start if it is made for it."""
+        begun = time.perf_counter()
+        if case.engine == "bench" and self._bench is None:
+            self.close()
+            self._bench = serve.Bench(self._settings)
+            yield self._bench.start
+        if case.engine == "fleet" and self._fleet is None:
             self.close()
             self._fleet = Fleet(self._sizes)
-            return self._fleet, [serve_facts.start_line(self._fleet)]
-        return self._fleet, []
+            yield serve_facts.start_line(self._fleet)
+        for line in case.run(self._bench if case.engine == "bench" else self._fleet):
+            took_s = round(time.perf_counter() - begun, 2)
+            yield {"case": line["case"], "name": case.name, **line, "took_s": took_s}
 
     def close(self) -> None:
         """No engine holds memory any more."""

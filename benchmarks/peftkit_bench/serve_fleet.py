@@ -117,6 +117,8 @@ class Fleet:
         self.engine_s = time.perf_counter() - begun
         self.spec, self.on_gpu = spec, device.type == "cuda"
         self.maker = AdapterMaker(spec, dtype, device)
+        self.capacity: Line | None = None
+        """Of base-only traffic, once it has been measured."""
         self._held: dict[str, LoadedAdapter] = {}
         self._registered: set[str] = set()
         self._live: dict[str, None] = {}

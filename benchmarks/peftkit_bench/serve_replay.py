@@ -102,21 +102,20 @@ def requests(fleet: Fleet, rate: float, adapters: Sequence[str], seed: int = 0) 
 
 
 class Replays:
-    """The replays of a run, beside the base-only traffic before them and the fewest adapters of each family."""
+    """The replays of a run, each beside that of its family's fewest adapters."""
 
     def __init__(self) -> None:
-        self._capacity: tuple[Fleet, Line] | None = None
         self._first: dict[str, Line] = {}
 
     def __call__(self, fleet: Fleet, family: Family, count: int) -> Iterator[Line]:
-        """One replay's line, the first time the capacity's before it."""
-        if self._capacity is None or self._capacity[0] is not fleet:
-            self._capacity = fleet, _capacity(fleet)
-            yield self._capacity[1]
+        """One replay's line, and before an engine's first one its capacity's."""
+        if fleet.capacity is None:
+            fleet.capacity = _capacity(fleet)
+            yield fleet.capacity
         for other in (RANK_8, MIXED):
             if other is not family:
                 fleet.unload(other)  # host memory is for one of them
-        line = _replayed(fleet, family, count, self._capacity[1])
+        line = _replayed(fleet, family, count, fleet.capacity)
         first = self._first.setdefault(family.name, line)
         if first is not line:
             line["of_first"] = _quotient(line, first, "requests_per_s")
@@ -146,6 +145,8 @@ def _replayed(fleet: Fleet, family: Family, count: int, capacity: Line) -> Line:
         "adapters": count,
         "adapters_made_s": round(made_s, 2),
         "host_bytes": fleet.weight_bytes(names),
+        "lengths": list(fleet.sizes.lengths),
+        "places": fleet.sizes.max_requests,
         "seconds": fleet.sizes.seconds,
         "offered_per_s": round(rate, 3),
         "requests": len(run.arrived),

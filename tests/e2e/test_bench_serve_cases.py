@@ -7,6 +7,7 @@ import itertools
 import math
 import pkgutil
 import random
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -204,3 +205,22 @@ def test_a_gpus_sizes_are_those_of_the_design() -> None:
         and RANK_16.ranks == (16,)
         and MIXED.ranks == (64, 32, 16, 8)
     )
+
+
+def test_an_engine_is_gone_before_the_next_one_is_made() -> None:
+    engines: list[weakref.ref[object]] = []
+    alive: list[int] = []
+
+    def note(measured: serve.Bench | Fleet, fails: bool) -> list[dict[str, object]]:
+        alive.append(sum(one() is not None for one in engines))
+        engines.append(weakref.ref(measured.engine))
+        assert not fails, "fails while it holds the engine"
+        return [{"case": "noted"}]
+
+    bench = Case("a", "bench", lambda one: note(one, fails=False))
+    fleet = Case("b", "fleet", lambda one: note(one, fails=False))
+    broken = Case("c", "bench", lambda one: note(one, fails=True))
+    settings = replace(SETTINGS, adapters=(0,), num_pages=600)
+    lines = list(measure([bench, fleet, broken, bench], settings, SIZES))
+    assert [line["case"] for line in lines if line["case"] != "start"] == ["noted", "noted", "error", "noted"]
+    assert alive == [0, 0, 0, 0]
