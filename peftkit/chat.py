@@ -275,8 +275,9 @@ def _render(
 ) -> str:
     if not tokenizer.chat_template:
         raise DataError("messages: the base's tokenizer has no chat template; give prompt and completion instead")
+    given: list[Any] | None = tools or None
     rendered: Any = partial(
-        tokenizer.apply_chat_template, tools=tools or None, tokenize=False, add_generation_prompt=add_generation_prompt
+        tokenizer.apply_chat_template, tools=given, tokenize=False, add_generation_prompt=add_generation_prompt
     )
     try:
         try:

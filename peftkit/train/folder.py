@@ -23,6 +23,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate import Accelerator
+
 from peftkit.artifact.reader import CONFIG_FILE, RECORD_FILE, TENSOR_FILE
 from peftkit.errors import InputError, RunError
 from peftkit.methods import KINDS
@@ -93,6 +96,17 @@ def versions() -> dict[str, str]:
     """Versions of what a run's bits depend on."""
     packages = ("peftkit", "torch", "transformers", "accelerate", "bitsandbytes", "tokenizers", "safetensors")
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+
+
+def machine(accelerator: Accelerator) -> dict[str, str | int]:
+    """What a run is computed on."""
+    device = accelerator.device
+    return {
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "threads": torch.get_num_threads(),
+        "processes": accelerator.num_processes,
+    }
 
 
 class MetricsLog:

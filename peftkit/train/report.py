@@ -131,8 +131,8 @@ def _figures(run: Run) -> dict[str, Any]:
 
 def _environment(run: Run) -> dict[str, Any]:
     base = run.content.get("base") or {}
-    names = {"base": base.get("id"), "quant": run.content.get("quant"), "device": run.content.get("device")}
-    return {**names, **_flat(run.content.get("versions") or {})}
+    names = {"base": base.get("id"), "quant": run.content.get("quant")}
+    return {**names, **_flat(run.content.get("machine") or {}), **_flat(run.content.get("versions") or {})}
 
 
 def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -15,7 +15,19 @@ from peftkit.methods import detach, fast_share
 from peftkit.recipe import Recipe, Runs
 from peftkit.train.checkpoint import Checkpoint, latest_checkpoint, put_back_best
 from peftkit.train.fit import check_fits
-from peftkit.train.folder import BEST, LAST, REPORT, RUN, STATE, MetricsLog, check, check_wandb, claim, write_json
+from peftkit.train.folder import (
+    BEST,
+    LAST,
+    REPORT,
+    RUN,
+    STATE,
+    MetricsLog,
+    check,
+    check_wandb,
+    claim,
+    machine,
+    write_json,
+)
 from peftkit.train.generate import generate_answers
 from peftkit.train.loop import Bar, Trainer
 from peftkit.train.memory import num_base, num_trainable, peak_memory
@@ -148,7 +160,7 @@ def _turn(
         check_fits(prepared)
     before = _answers(prepared) if checkpoint is None else _answers_before(out)
     prepared.accelerator.wait_for_everyone()
-    facts = {**record, **base_record(prepared.model), "device": str(prepared.accelerator.device)}
+    facts = {**record, **base_record(prepared.model), "machine": machine(prepared.accelerator)}
     if is_main:
         claim(out, overwrite=overwrite)  # not before all else is known to be right
         if checkpoint is not None:

@@ -173,6 +173,7 @@ def test_uid_follows_content_and_not_names_order_or_dropout(saved: Artifact, tmp
         ({"peft_type": None}, "peft_type is missing"),
         ({"peft_type": "LORAA"}, "LORAA isn't one of.*did you mean 'LORA'"),
         ({"peft_type": "IA3"}, "IA3"),
+        ({"peft_type": "ADALORA"}, "ADALORA"),
         ({"r": 0}, "r: "),
         ({"target_modules": ["q_proj", "wq"]}, "'wq' matches no module"),
         ({"target_modules": ["q_proj"]}, "match nothing in the model.*v_proj"),

@@ -18,7 +18,7 @@ from peftkit.data import ChatRow, CompletionRow, Dataset, InstructionRow, Stream
 from peftkit.data.sources import open_source
 from peftkit.errors import DataError
 from peftkit.recipe import Recipe
-from peftkit.train import train
+from peftkit.train import dry_run, train
 
 ROWS = [{"prompt": f'p{i}, "quoted"\nline', "completion": f" c{i}"} for i in range(600)]
 BROKEN = [{"function": {"name": "f", "arguments": "{"}}]
@@ -369,8 +369,13 @@ def test_training_on_local_files_opens_no_socket(
     for name in ("connect", "connect_ex", "sendto"):
         monkeypatch.setattr(socket.socket, name, refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    summary = train(make_recipe(data={"train": str(path), "streaming": streaming}, train={"max_steps": 2}))
+    recipe = make_recipe(data={"train": str(path), "streaming": streaming}, train={"max_steps": 2})
+    assert cli(["data", "check", str(path), "--base", recipe.base]) == 0
+    assert dry_run(recipe).steps == 2
+    summary = train(recipe)
     assert summary.steps == 2
+    assert train(recipe, resume=True).steps == 2
+    assert cli(["report", str(summary.out), "--out", str(tmp_path / "report.html")]) == 0
 
 
 def test_a_stream_and_a_data_set_say_what_they_are(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -2,12 +2,14 @@
 
 import json
 import math
+import platform
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import transformers
 
 import peftkit.train.loop
 from peftkit.cli.main import run
@@ -49,7 +51,9 @@ def test_a_run_ends_with_a_page_of_its_own(make_recipe: MakeRecipe, tmp_path: Pa
     read = Reader(page)
     assert "script" not in read.tags and "b" not in read.tags and not read.links
     assert "url(" not in page and "@import" not in page
-    for text in ("<script>ab", " & <b>", "optim.schedule", "cosine", "transformers", summary.uid, "evaluation loss"):
+    shown = ("<script>ab", " & <b>", "optim.schedule", "cosine", summary.uid, "evaluation loss")
+    environment = ("transformers", transformers.__version__, platform.platform(), "threads", "cpu")
+    for text in (*shown, *environment):
         assert text in read.text, text
     assert read.tags.count("polyline") == len(["loss", "eval loss", "lr", "grad_norm", "tokens_per_s", "memory_gb"])
 

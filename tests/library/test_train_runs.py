@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import peftkit.train.prepare
 from peftkit.base import load_base
-from peftkit.data import collate
+from peftkit.data import collate, collate_packed
 from peftkit.errors import InputError
 from peftkit.methods import attached
 from peftkit.recipe import Recipe, Runs
@@ -107,28 +107,38 @@ def test_a_fault_of_the_last_run_is_found_before_the_first_begins(make_recipe: M
     assert not Path(first.out).exists()
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("sizes", "count"), [([5], 2), ([1], 2), ([3, 1], 4), ([2, 2, 2], 2), ([4], 3)])
-def test_shares_of_processes_are_all_rows_once(make_recipe: MakeRecipe, sizes: list[int], count: int) -> None:
+def test_shares_of_processes_are_all_rows_once(
+    make_recipe: MakeRecipe, sizes: list[int], count: int, packed: bool
+) -> None:
     prepared = peftkit.train.prepare.prepare(make_recipe())
     samples = list(prepared.train.samples)  # type: ignore[union-attr]
-    batches = [collate([samples.pop() for _ in range(size)]) for size in sizes]
+    rows = [[[samples.pop(), samples.pop()] for _ in range(size)] for size in sizes]
+    batches = [collate_packed(batch) if packed else collate([row[0] for row in batch]) for batch in rows]
     shares = [share(batches, index, count) for index in range(count)]
     found = [row for own in shares for batch in own for row in batch.input_ids_BT.tolist()]
     wanted = [row for batch in batches for row in batch.input_ids_BT.tolist()]
     assert sorted(found) == sorted(wanted)
+    assert all((batch.segments_BT is not None) is packed for own in shares for batch in own)
     for figure in ("num_tokens", "num_target_tokens"):
         assert sum(getattr(b, figure) for own in shares for b in own) == sum(getattr(b, figure) for b in batches)
     assert attached(prepared.model)
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("count", [2, 3])
-def test_gradients_of_shares_add_up_to_that_of_the_step(make_recipe: MakeRecipe, count: int, seed: int) -> None:
+def test_gradients_of_shares_add_up_to_that_of_the_step(
+    make_recipe: MakeRecipe, count: int, packed: bool, seed: int
+) -> None:
     prepared = peftkit.train.prepare.prepare(make_recipe())
     model = prepared.model.double()
     for parameter in prepared.parameters.values():
         torch.nn.init.normal_(parameter, std=0.2)
     samples = prepared.train.samples  # type: ignore[union-attr]
     batches = [collate(samples[:5]), collate(samples[5:6])]
+    if packed:
+        batches = [collate_packed([samples[:3], samples[3:5]]), collate_packed([samples[5:8]])]
     num_targets = sum(batch.num_target_tokens for batch in batches)
 
     def gradient() -> torch.Tensor:
