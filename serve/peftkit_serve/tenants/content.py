@@ -8,6 +8,7 @@ A folder appears under `content/` by one rename, after its files are on the disk
 killed between that and the database's change leaves the note, which the next one looks at.
 """
 
+import gzip
 import hashlib
 import json
 import os
@@ -28,6 +29,7 @@ _FILE = re.compile(r"(?:[a-z][a-z0-9_]{0,31}/)?(adapter_config\.json|adapter_mod
 MAX_FILES = 9
 MAX_JSON_BYTES = 2**20
 MAX_HEADER_BYTES = 2**24
+_BLOCK_BYTES = 2**20
 _KEEP_S = 3600.0
 """How long what another process may be working on is left alone."""
 
@@ -150,7 +152,7 @@ class Arrival:
             raise AdapterError(f"{name[:80]!r} is given twice, or there are too many files")
         target.parent.mkdir(exist_ok=True)
         with target.open("xb") as file:
-            while block := source.read(2**20):
+            while block := source.read(_BLOCK_BYTES):
                 self._left -= len(block)
                 if self._left < 0:
                     raise TooLargeError("the adapter's files are larger than this server takes")
@@ -169,8 +171,21 @@ def _old(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if time.time() - path.stat().st_mtime > _KEEP_S]
 
 
+class _Sparing:
+    """A file that is read in blocks: what an archive says of a header's length can't fill memory."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.seek, self.tell, self.seekable, self._read = file.seek, file.tell, file.seekable, file.read
+
+    def read(self, size: int = -1) -> bytes:
+        """As a file's. Raises AdapterError for more than blocks are large."""
+        if size > 2 * _BLOCK_BYTES:
+            raise AdapterError("the archive can't be read: a header in it is too long")
+        return self._read(size)
+
+
 def _zip_members(source: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
-    with zipfile.ZipFile(source) as archive:
+    with zipfile.ZipFile(cast(IO[bytes], _Sparing(source))) as archive:
         for info in archive.infolist():
             if not info.is_dir():
                 with archive.open(info) as member:
@@ -178,7 +193,10 @@ def _zip_members(source: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
 
 
 def _tar_members(source: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
-    with tarfile.open(fileobj=source, mode="r|*") as archive:
+    zipped = source.read(2) == b"\x1f\x8b"
+    source.seek(0)
+    plain = cast(IO[bytes], gzip.GzipFile(fileobj=source, mode="rb")) if zipped else source
+    with tarfile.open(fileobj=cast(IO[bytes], _Sparing(plain)), mode="r:") as archive:
         for info in archive:
             member = archive.extractfile(info) if info.isreg() else None
             if member is not None:
