@@ -77,22 +77,15 @@ class AdapterMaker:
 
     def make(self, family: Family, number: int) -> LoadedAdapter:
         """An adapter in host memory, as if it had been loaded from a folder."""
-        spec, uid = self._spec, f"bench-{family.name}-{number}"
+        uid = f"bench-{family.name}-{number}"
         if family.kind == "lora":
             config = LoraConfig(r=family.rank(number), alpha=2.0 * family.rank(number))
             return LoadedAdapter(uid, (config,), {}, weights=self._filled(self._lora(family, number), number))
         if family.kind == "bottleneck":
             config = self._bottleneck_config
             return LoadedAdapter(uid, (config,), {}, weights=self._filled(self._bottleneck, number))
-        draws = torch.Generator().manual_seed(number)
-        if family.kind == "prompt":
-            embeddings_VH = _SPREAD * torch.randn(_VIRTUAL, spec.hidden_size, generator=draws)
-            config = PromptTuningConfig(num_virtual_tokens=_VIRTUAL, init="random")
-            return LoadedAdapter(uid, (config,), {}, embeddings_VH=embeddings_VH)
-        kv_VL2KD = _SPREAD * torch.randn(
-            _VIRTUAL, spec.num_layers, 2, spec.num_kv_heads, spec.head_dim, generator=draws
-        )
-        return LoadedAdapter(uid, (PrefixTuningConfig(num_virtual_tokens=_VIRTUAL),), {}, kv_VL2KD=kv_VL2KD)
+        loaded = self._virtual(family, number, uid)
+        return loaded.pinned() if self._device.type == "cuda" else loaded
 
     def write(self, family: Family, number: int, folder: Path) -> Path:
         """A LoRA as an HF PEFT folder."""
@@ -103,6 +96,16 @@ class AdapterMaker:
         }
         rank = family.rank(number)
         return write_adapter(folder, LoraConfig(r=rank, alpha=2.0 * rank), tensors).path
+
+    def _virtual(self, family: Family, number: int, uid: str) -> LoadedAdapter:
+        spec, draws = self._spec, torch.Generator().manual_seed(number)
+        if family.kind == "prompt":
+            config = PromptTuningConfig(num_virtual_tokens=_VIRTUAL, init="random")
+            embeddings_VH = _SPREAD * torch.randn(_VIRTUAL, spec.hidden_size, generator=draws)
+            return LoadedAdapter(uid, (config,), {}, embeddings_VH=embeddings_VH)
+        sizes = (_VIRTUAL, spec.num_layers, 2, spec.num_kv_heads, spec.head_dim)
+        kv_VL2KD = _SPREAD * torch.randn(sizes, generator=draws)
+        return LoadedAdapter(uid, (PrefixTuningConfig(num_virtual_tokens=_VIRTUAL),), {}, kv_VL2KD=kv_VL2KD)
 
     def _filled(self, template: PackedAdapter, number: int) -> PackedAdapter:
         lengths = [layer.weights.numel() for layer in template.layers]
