@@ -37,7 +37,7 @@ from peftkit.recipe import Data, Log, Optim, Recipe, Train
 from peftkit.recipe import Quant as QuantSettings
 from peftkit.train.loop import Trainer
 from peftkit.train.memory import num_trainable
-from peftkit.train.prepare import Resident, Rows, adapt
+from peftkit.train.prepare import Prepared, Resident, Rows, adapt
 from peftkit_bench.provenance import commit, hardware, versions
 from peftkit_bench.timing import product_tflops
 from peftkit_bench.train_model import attention_flops, matrix_parameters, random_base
@@ -164,6 +164,8 @@ class Bench:
 
     def __init__(self, shape: str, quant: Quant, settings: Settings) -> None:
         self.base = (shape, quant)
+        self.nowhere = Path(shape)
+        """The folder of a run that writes nothing."""
         self._settings = settings
         begun = time.perf_counter()
         model = random_base(shape, quant, settings.dtype, settings.device, seed=settings.seed)
@@ -183,10 +185,14 @@ class Bench:
         finally:
             detach(self._resident.model)
 
+    def prepared(self, case: Case) -> Prepared:
+        """A run with the case's adapter attached, which the caller takes off again."""
+        data = random_data(case, int(self._resident.model.config.vocab_size), self._settings.seed)
+        return adapt(self._resident, recipe(case, self._settings), Rows(data, None, [], []))
+
     def _measured(self, case: Case, rate_tflops: float) -> Line:
         settings, cuda = self._settings, self._settings.device.type == "cuda"
-        data = random_data(case, int(self._resident.model.config.vocab_size), settings.seed)
-        trainer = Trainer(adapt(self._resident, recipe(case, settings), Rows(data, None, [], [])), Path(case.shape), {})
+        trainer = Trainer(self.prepared(case), self.nowhere, {})
         model, recompute = self._resident.model, trainer._prepared.recompute
         if cuda:
             torch.cuda.reset_peak_memory_stats()

@@ -32,7 +32,7 @@ SHAPES = {
 """Sizes of a Llama: Llama-3.1-8B's, Qwen2.5-1.5B's, and two for tests."""
 
 _DEVIATION = 0.02
-_MAX_POSITIONS = 32768
+_MAX_POSITIONS = 1 << 20
 
 
 def random_base(

@@ -1,6 +1,7 @@
 """`peftkit bench`: what this machine does, beside peers and floors."""
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,9 @@ def train(
     quick: bool = typer.Option(False, "--quick", help="The three most telling steps."),
     profile: bool = typer.Option(False, "--profile", help="Say where each step's time goes, by group of kernels."),
     losses: bool = typer.Option(False, "--losses", help="Compare 20 steps of a small base with the reference path."),
+    longest: bool = typer.Option(
+        False, "--longest", help="Estimate the longest sequence by level and card, and try one."
+    ),
     peers: Path | None = typer.Option(
         None, "--peers", help="The peers' program, which is run afterwards.", metavar="FILE"
     ),
@@ -253,14 +257,22 @@ def train(
         raise InputError(f"--only {' '.join(only or [])}: no case has that in its name", field="only")
     if peers is not None and not peers.is_file():
         raise InputError(f"--peers {peers}: there is no such file", field="peers")
-    _train(settings, cases, losses=losses, peers=peers, peers_limit=peers_limit, out=out)
+    _train(settings, cases, losses=losses, longest=longest, peers=peers, peers_limit=peers_limit, out=out)
 
 
 def _train(
-    settings: Any, cases: Any, *, losses: bool, peers: Path | None, peers_limit: float, out: Path | None
+    settings: Any,
+    cases: Any,
+    *,
+    losses: bool,
+    longest: bool,
+    peers: Path | None,
+    peers_limit: float,
+    out: Path | None,
 ) -> None:
     """Measures, writes each line as it comes, then the tables."""
     from peftkit_bench import train as bench
+    from peftkit_bench import train_longest
     from peftkit_bench.train_losses import compare
     from peftkit_bench.train_peers import peer_lines
 
@@ -269,7 +281,7 @@ def _train(
     for line in bench.measure(cases, settings, shared["dense_tflops"]):
         lines.append(line)
         _write_line({**line, **shared}, out)
-    for line in compare(settings) if losses else ():
+    for line in chain(compare(settings) if losses else (), train_longest.longest(settings) if longest else ()):
         lines.append(line)
         _write_line({**line, **shared}, out)
     for line in () if peers is None else peer_lines(peers, cases, limit_s=peers_limit):
@@ -279,6 +291,7 @@ def _train(
         (bench.HEADERS, bench.rows(lines, theirs)),
         (bench.PROFILE_HEADERS, bench.profile_rows(lines)),
         (bench.LOSS_HEADERS, bench.loss_rows(lines)),
+        (train_longest.HEADERS, train_longest.rows(lines)),
     )
     output.emit(
         {**shared, "cases": lines, "peers": theirs},

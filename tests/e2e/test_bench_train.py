@@ -11,7 +11,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from peftkit.cli.main import app
-from peftkit_bench import train
+from peftkit_bench import train, train_longest
 from peftkit_bench.train_model import SHAPES, attention_flops, matrix_parameters, random_base
 from peftkit_bench.train_peers import peer_lines
 from peftkit_bench.train_profile import group_of
@@ -70,6 +70,17 @@ def test_floors_are_those_of_the_card() -> None:
         case = train.Case("8b", "nf4", "lora", rows, length)
         tokens = rows * length
         assert train.speed(case, tokens / tokens_per_s, tokens, 700.0)["mfu_6n"] == pytest.approx(1, rel=0.01)
+
+
+def test_longer_sequences_fit_the_more_is_computed_again() -> None:
+    settings = train.Settings(torch.device("cpu"))
+    lines = list(train_longest.longest(settings, "toy", (512, 1024)))
+    tokens = {line["name"].split()[-1]: line["tokens"] for line in lines}
+    assert list(tokens) == ["none", "selective", "full", "offload"]
+    for lengths in tokens.values():
+        assert list(lengths.values()) == sorted(lengths.values()) and lengths[24] > 0
+    assert tokens["none"][24] < tokens["selective"][24] < tokens["full"][24] == tokens["offload"][24]
+    assert len(train_longest.rows(lines)) == 4
 
 
 def test_goals_are_met_by_speed_and_memory() -> None:
