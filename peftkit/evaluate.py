@@ -20,7 +20,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Literal, get_args
 
 import torch
@@ -90,7 +90,8 @@ def read_examples(
     format: Format = "auto",
     drop_too_long: bool = False,
 ) -> list[Example]:
-    """The first `limit` rows (None: all) of a data source, tokenised as in training; a chat's last turn is the answer.
+    """The first `limit` rows (None: all) of a data source, tokenised as in training; a chat's last turn is the answer,
+    a part of a long text counts as a row.
 
     A source's name may be `example:SET/FILE.jsonl`. Prompts are cut from the left to `max_length` tokens with the
     reference; rows whose reference doesn't fit are an error, or left out with `drop_too_long`. Raises DataError with
@@ -98,7 +99,7 @@ def read_examples(
     """
     name = source if isinstance(source, str) else source.name
     rows = (_examples(row, tokenizer, max_length, drop_too_long) for row in read_rows(source, format))
-    examples = [example for row in islice(filter(None, rows), limit) for example in row]
+    examples = list(islice(chain.from_iterable(rows), limit))
     if num_truncated := sum(example.truncated for example in examples):
         logger.info(
             "%s: %d of %d rows are longer than %d tokens: their prompts' beginnings are cut away",

@@ -11,6 +11,8 @@ from peftkit.cli import output
 from peftkit.errors import InputError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from peftkit.data import Audit
     from peftkit.recipe import Data
 
@@ -46,35 +48,49 @@ def check(
 ) -> None:
     """Read data as training would: counts, lengths, what is cut, and samples with what is trained marked."""
     from peftkit.base import load_tokenizer, resolve_base
+
+    typed = {"valid": valid, "format": format, "turns": turns, "max_length": max_length, "too_long": too_long}
+    named, sets = _settings(what, {field: value for field, value in typed.items() if value is not None})
+    if (base or named) is None:
+        raise InputError("name the base whose tokenizer reads the data with --base", field="base")
+    tokenizer = load_tokenizer(resolve_base(str(base or named)))
+    checked = [_audits(data, tokenizer, rows or None, show) for data in sets]
+    facts = [{part: _facts(audit) for part, audit in audits.items()} for audits in checked]
+    output.emit(
+        facts[0] if len(facts) == 1 else {"runs": facts},
+        lambda: _text([audit for audits in checked for audit in audits.values()]),
+    )
+
+
+def _audits(
+    data: "Data", tokenizer: "PreTrainedTokenizerBase", max_rows: int | None, num_shown: int
+) -> dict[str, "Audit"]:
+    """The figures of training and held-out rows. Raises DataError for what is wrong with either, or both."""
     from peftkit.data.audit import audit_source, check_overlap
     from peftkit.data.dataset import Encoding
     from peftkit.data.sources import open_source
 
-    typed = {"valid": valid, "format": format, "turns": turns, "max_length": max_length, "too_long": too_long}
-    named, data = _settings(what, {field: value for field, value in typed.items() if value is not None})
-    if (base or named) is None:
-        raise InputError("name the base whose tokenizer reads the data with --base", field="base")
-    tokenizer = load_tokenizer(resolve_base(str(base or named)))
     encoding = Encoding(tokenizer, data.max_length, data.format, data.turns, data.too_long == "drop")
     found = {
-        part: audit_source(open_source(name, streaming=data.streaming), encoding, max_rows=rows or None, num_shown=show)
+        part: audit_source(
+            open_source(name, streaming=data.streaming), encoding, max_rows=max_rows, num_shown=num_shown
+        )
         for part, name in (("train", data.train), ("valid", data.valid))
         if name
     }
     if "valid" in found and not data.allow_overlap:
         check_overlap(found["train"][1], found["valid"][1])
-    audits = {part: audit for part, (audit, _) in found.items()}
-    output.emit({part: _facts(audit) for part, audit in audits.items()}, lambda: _text(list(audits.values())))
+    return {part: audit for part, (audit, _) in found.items()}
 
 
-def _settings(what: str, typed: dict[str, object]) -> tuple[str | None, "Data"]:
-    """The base that a recipe names, or None, and how data is read, with what was typed in its place."""
-    from peftkit.recipe import Data, load_recipe
+def _settings(what: str, typed: dict[str, object]) -> tuple[str | None, list["Data"]]:
+    """The base that a recipe names, or None, and how each of its runs reads data, with what was typed in its place."""
+    from peftkit.recipe import Data, load_runs
 
     if what.lower().endswith((".yaml", ".yml")):
-        recipe = load_recipe(what, [f"data.{field}={value}" for field, value in typed.items()])
-        return recipe.base, recipe.data
-    return None, Data.model_validate({"train": what, **typed})
+        recipes = load_runs(what, [f"data.{field}={value}" for field, value in typed.items()]).recipes
+        return recipes[0].base, list(dict.fromkeys(recipe.data for recipe in recipes))
+    return None, [Data.model_validate({"train": what, **typed})]
 
 
 def _facts(audit: "Audit") -> dict[str, object]:

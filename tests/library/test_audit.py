@@ -209,6 +209,15 @@ def test_the_command_checks_a_recipe_with_both_its_sets(tmp_path: Path, tiny_bas
     assert error["field"] == "data.valid" and "trained on too" in error["message"]
 
 
+def test_the_command_checks_the_data_of_each_run_of_a_recipe(tmp_path: Path, tiny_base: Path, capsys: Capture) -> None:
+    one, other = (write(tmp_path / f"{name}.jsonl", *some_rows(3 + name, seed=name)) for name in (1, 2))
+    runs = [{"out": "a"}, {"out": "b", "data": {"train": str(other)}}, {"out": "c", "optim": {"lr": 1e-3}}]
+    recipe = {"base": str(tiny_base), "data": {"train": str(one)}, "runs": runs}
+    (tmp_path / "runs.yaml").write_text(json.dumps(recipe))
+    found = answer(capsys, str(tmp_path / "runs.yaml"))
+    assert [run["train"]["rows"] for run in found["runs"]] == [4, 5]
+
+
 def test_the_command_needs_a_base_for_a_file(tmp_path: Path, capsys: Capture) -> None:
     assert "--base" in answer(capsys, str(write(tmp_path / "a.jsonl", *some_rows(1))), code=2)["error"]["message"]
 

@@ -179,6 +179,13 @@ def test_rows_are_read_and_left_out_as_in_training(tiny_base: Path, tmp_path: Pa
     assert [tokenizer.decode(list(one.prompt_ids)) for one in kept] == ["p", "q"]
 
 
+def test_of_a_long_text_no_more_parts_are_answered_than_rows_are_asked_for(tiny_base: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(resolve_base(tiny_base))
+    (tmp_path / "a.txt").write_text("abcdefgh" * 100)
+    assert len(read_examples(str(tmp_path / "a.txt"), tokenizer, max_length=32)) == -(-800 // 31)
+    assert len(read_examples(str(tmp_path / "a.txt"), tokenizer, max_length=32, limit=3)) == 3
+
+
 def test_a_broken_line_is_named(tiny_base: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"\n')
     with pytest.raises(DataError, match=r"rows\.jsonl:2: "):
