@@ -165,6 +165,17 @@ def test_what_another_process_removes_is_freed_when_its_requests_have_ended(
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/adapters", "/v1/tenants"])
+def test_a_wrong_key_is_refused_before_the_body_is_read(office: Office, path: str) -> None:
+    host, port = office.server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer nobody's\r\n"
+            "Content-Type: application/json\r\nContent-Length: 1000000\r\n\r\n".encode()
+        )
+        assert connection.recv(65536).startswith(b"HTTP/1.1 401 ")
+
+
 def test_another_tenants_adapter_is_as_if_it_were_not_there(office: Office, adapter_folders: dict[str, Path]) -> None:
     keys = {name: office.tenant(name, ["open-*"]) for name in ("acme", "rival")}
     assert office.upload("own", adapter_folders["red"], "acme").status_code == 201

@@ -1,4 +1,4 @@
-"""Reading a JSON body: what json accepts and a client can't have meant is refused."""
+"""Reading a JSON body: after it is known who sends it; what json accepts and a client can't have meant is refused."""
 
 import json
 from collections.abc import Callable, Coroutine
@@ -8,16 +8,21 @@ from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
+from peftkit_serve.http.access import Access
 from peftkit_serve.http.errors import ApiError
 
 
 class StrictRoute(APIRoute):
-    """A route whose JSON body has each key once, and whose errors all have a code."""
+    """A route that asks for its key before it reads a body, whose JSON has each name once."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
+        calls = [dependency.call for dependency in self.dependant.dependencies]
+        checks = [call for call in calls if call is not None and isinstance(getattr(call, "__self__", None), Access)]
 
         async def handle(request: Request) -> Response:
+            for check in checks:  # FastAPI's own turn comes when the body is read and parsed
+                await check(request)
             return await handler(_StrictRequest(request.scope, request.receive))
 
         return handle
