@@ -167,6 +167,7 @@ def test_what_another_process_removes_is_freed_when_its_requests_have_ended(
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/adapters", "/v1/tenants"])
 def test_a_wrong_key_is_refused_before_the_body_is_read(office: Office, path: str) -> None:
+    office.tenant("acme")
     host, port = office.server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         connection.sendall(
