@@ -444,8 +444,26 @@ def _end_with_turn(
         between = text[last : span[1]] if last <= span[1] else text[span[1] : first]
         if not between.strip():
             return max(last, span[1])
+    own = _token_at_end(tokenizer, text, ids, offsets, span)
+    remedy = f': write "eos_token": "{own}" into its tokenizer_config.json if that is what ends a turn' if own else ""
     raise DataError(
         f"messages: the chat template doesn't end an assistant turn with {tokenizer.eos_token!r}, the tokenizer's "
-        "EOS, so a model trained with it would never stop",
+        f"EOS, so a model trained with it would never stop{remedy}",
         field="messages",
     )
+
+
+def _token_at_end(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    ids: list[int],
+    offsets: list[tuple[int, int]],
+    span: tuple[int, int],
+) -> str | None:
+    """The special token with which a span ends, or that stands right after it."""
+    words = [i for i, (first, last) in enumerate(offsets) if first >= span[0] and text[first:last].strip()]
+    inside = [i for i in words if offsets[i][1] <= span[1]]
+    for i in (*inside[-1:], *words[len(inside) : len(inside) + 1]):
+        if ids[i] in tokenizer.added_tokens_decoder:
+            return str(tokenizer.convert_ids_to_tokens(ids[i]))
+    return None

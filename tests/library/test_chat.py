@@ -343,9 +343,10 @@ class TestTrainedSpans:
         with pytest.raises(DataError, match="never stop"):
             encode_chat(byte_bpe(template), CONVERSATION)
 
-    def test_a_template_that_ends_turns_with_another_token_is_refused(self):
-        with pytest.raises(DataError, match="'</s>'"):
-            encode_chat(byte_bpe(CHATML, eos="</s>"), CONVERSATION)
+    @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, CHATML_END_OUTSIDE])
+    def test_a_template_that_ends_turns_with_another_token_is_refused(self, template):
+        with pytest.raises(DataError, match=r"'</s>'.*\"eos_token\": \"<\|im_end\|>\""):
+            encode_chat(byte_bpe(template, eos="</s>"), CONVERSATION)
 
     def test_a_template_that_drops_an_answer_is_refused(self):
         dropped = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
