@@ -80,12 +80,15 @@ class Case:
     level: Any = "full"
     packed: bool = False
     """Rows of several sequences of random lengths, where else each is one."""
+    accum: int = 1
+    """Micro-batches of a step."""
 
     @property
     def name(self) -> str:
         """How it is chosen by `--only`."""
+        sizes = f"{self.rows}x{self.length}" + (f"x{self.accum}" if self.accum > 1 else "")
         packed = " packed" if self.packed else ""
-        return f"{self.shape} {self.quant} {self.method} {self.rows}x{self.length}{packed} {self.level}"
+        return f"{self.shape} {self.quant} {self.method} {sizes}{packed} {self.level}"
 
 
 @dataclass(frozen=True)
@@ -204,10 +207,10 @@ class Bench:
             assert trainer.state.loss is not None
             losses.append(trainer.state.loss)
 
-        warm_s = sum(_timed(step, settings.device) for _ in range(_WARM_STEPS))
+        warm_s = sum(timed(step, settings.device) for _ in range(_WARM_STEPS))
         before, times = trainer.state.tokens, list[float]()
         while len(times) < _LEAST_STEPS or (len(times) < _MOST_STEPS and sum(times) < settings.seconds):
-            times.append(_timed(step, settings.device))
+            times.append(timed(step, settings.device))
         tokens = (trainer.state.tokens - before) / len(times)
         peak = torch.cuda.max_memory_allocated() if cuda else 0
         line = {
@@ -270,6 +273,7 @@ def recipe(case: Case, settings: Settings) -> Recipe:
             max_steps=10_000,
             batch_tokens=case.rows * case.length,
             batch_size=None if case.packed else case.rows,
+            grad_accum=case.accum,
             seed=settings.seed,
             gradient_checkpointing=case.level,
         ),
@@ -304,7 +308,8 @@ def facts(settings: Settings) -> Line:
     }
 
 
-def _timed(step: Any, device: torch.device) -> float:
+def timed(step: Any, device: torch.device) -> float:
+    """Seconds of one call, the device's work among them."""
     begun = time.perf_counter()
     step()
     _synchronise(device)

@@ -61,6 +61,8 @@ def _why_not(model: PreTrainedModel, longest: int) -> str | None:
     config = model.config
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     window = getattr(config, "sliding_window", None)
+    if model.device.type == "cuda" and not _has_flash(model.device):
+        return "this GPU, or torch's build, has no flash attention"
     if model.dtype not in _DTYPES:
         return f"flash attention computes in 16 bits, not in {model.dtype}"
     if head > _MOST_HEAD or head % 8:
@@ -72,6 +74,10 @@ def _why_not(model: PreTrainedModel, longest: int) -> str | None:
     if any(isinstance(method, SoftPrompt) for method in attached(model)):
         return "virtual tokens stand in front of each row"
     return None
+
+
+def _has_flash(device: torch.device) -> bool:
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @cache
