@@ -175,17 +175,17 @@ def test_a_load_keeps_the_host_and_other_steps_free_and_the_step_that_reads_it_w
 
 
 def test_an_engine_takes_no_more_memory_than_its_split_says(tiny_base: Path, own_cache: None, seed: int) -> None:
-    torch.zeros(1, device="cuda")
     torch.cuda.empty_cache()
-    before = torch.cuda.mem_get_info()[0]
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
     engine = Engine(tiny_base, device="cuda", max_requests=48, max_tokens_per_step=1024)
     params = SamplingParams(max_tokens=30, logprobs=2, ignore_eos=True)
     list(engine.generate([Request([5] * 200, None, params) for _ in range(100)]))
     split = engine._runner.split
-    taken = before - torch.cuda.mem_get_info()[0]
+    taken = torch.cuda.max_memory_reserved() - before
     assert min(split.steps, split.graphs, split.kv) > 0
-    # beside the split: modules that kernels are loaded into, and cuBLAS' workspace
-    assert taken <= split.weights + split.adapters + split.kv + split.steps + split.graphs + (256 << 20)
+    # beside the split: cuBLAS' workspace and what is left of blocks
+    assert taken <= split.weights + split.adapters + split.kv + split.steps + split.graphs + (128 << 20)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

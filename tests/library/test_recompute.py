@@ -217,6 +217,7 @@ def test_a_base_with_sliding_windows_has_layers_to_compute_again() -> None:
 def test_offloaded_inputs_come_back_bit_for_bit_and_take_no_room_on_the_device(seed: int) -> None:
     torch.manual_seed(seed)
     config = LlamaConfig(**{**SIZES, "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 12})
+    config._attn_implementation = "eager"  # a fused attention's gradients may differ from run to run
     model: Any = LlamaForCausalLM(config)
     model.to("cuda", torch.bfloat16).requires_grad_(False)
     attach(model, Recipe.model_validate({"method": {"kind": "lora", "r": 4}, "data": {"train": "x"}}).methods[0])
