@@ -87,6 +87,8 @@ class EngineStats(TypedDict):
     preemptions: int
     prompt_tokens: int
     """Of requests that were accepted."""
+    cached_tokens: int
+    """Not computed, because pages held them already."""
     generated_tokens: int
 
 
@@ -103,6 +105,7 @@ class Engine:
     deterministic: a request's tokens don't depend on what else is in its batch, at some cost in speed.
     graphs: steps of generated tokens alone run as CUDA graphs; None does so on a GPU.
     overlap: a step starts before the last one's tokens are known to the host; None does so on a GPU.
+    prefix_cache: what was computed for an adapter, a tenant and tokens is kept while there is room, for who begins so.
     policy: whose turn it is among waiting requests; None for the order of arrival.
     source: the base's tensors, where they don't come from its folder.
 
@@ -124,6 +127,7 @@ class Engine:
         deterministic: bool = False,
         graphs: bool | None = None,
         overlap: bool | None = None,
+        prefix_cache: bool = True,
         policy: Policy | None = None,
         source: OpenSource | None = None,
     ) -> None:
@@ -147,7 +151,12 @@ class Engine:
         self._pages = PageAllocator(self._runner.num_pages)
         self._pool = AdapterPool(self._runner.memory, self._pages, self._runner, num_slots=max_adapters)
         self._scheduler = Scheduler(
-            self._pages, self._pool, max_tokens_per_step=max_tokens_per_step, max_requests=max_requests, policy=policy
+            self._pages,
+            self._pool,
+            max_tokens_per_step=max_tokens_per_step,
+            max_requests=max_requests,
+            prefix_cache=prefix_cache,
+            policy=policy,
         )
         self.adapters = AdapterStore(self._loader(), self._pool)
         self._overlap = self._runner.on_gpu if overlap is None else overlap
@@ -358,6 +367,7 @@ class Engine:
             steps=self._num_steps,
             preemptions=self._scheduler.num_preemptions,
             prompt_tokens=self._num_prompt_tokens,
+            cached_tokens=self._scheduler.num_cached_tokens,
             generated_tokens=self._num_generated_tokens,
         )
 

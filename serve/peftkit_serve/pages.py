@@ -6,10 +6,17 @@ to the runner. A `Prefix` is a run of read-only positions that stands at the hea
     prefix of 36 positions     | page 7 (16) | page 9 (16) | page 4 (4) |
     a table forked from it     | page 7      | page 9      | page 12    | page 13 …
                                  shared        shared        a copy of page 4: the request writes on behind it
+
+A full page can be named by what it holds, which is all that was computed before it too: adapter, tenant and tokens.
+Whoever needs the same later shares it. When nobody holds a named page it counts as free, but keeps its name until its
+room is taken: first those without a name, then the least recently held.
 """
 
+import json
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 PAGE_TOKENS = 16
 
@@ -38,12 +45,25 @@ def pages_behind(prefix_tokens: int, num_tokens: int) -> int:
     return pages_for(num_tokens) - prefix_tokens // PAGE_TOKENS
 
 
+def root_key(uid: str | None, tenant: str) -> bytes:
+    """What the keys of an adapter's pages for a tenant begin with."""
+    return blake2b(json.dumps([uid, tenant]).encode(), digest_size=16).digest()
+
+
+def page_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The name of a page that holds these tokens behind the page of `parent`."""
+    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
+
+
 class PageAllocator:
     """Reference counts over `num_pages` pages. Taking and releasing a page is O(1)."""
 
     def __init__(self, num_pages: int) -> None:
         self._references = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))  # a stack: the page freed last is warm, so it is taken first
+        self._idle: dict[int, None] = {}  # named ones that nobody holds, the least recently held first
+        self._key_of: dict[int, bytes] = {}
+        self._page_of: dict[bytes, int] = {}
 
     @property
     def num_pages(self) -> int:
@@ -53,36 +73,62 @@ class PageAllocator:
     @property
     def num_free(self) -> int:
         """Pages that nobody holds."""
-        return len(self._free)
+        return len(self._free) + len(self._idle)
 
     def take(self, count: int) -> list[int]:
         """Takes `count` free pages, each with one reference. The caller has seen that they are free."""
-        assert 0 <= count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
+        assert 0 <= count <= self.num_free, f"{count} pages wanted, {self.num_free} free"
+        while len(self._free) < count:
+            page = next(iter(self._idle))
+            del self._idle[page], self._page_of[self._key_of.pop(page)]
+            self._free.append(page)
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._references[page] = 1
         return pages
 
-    def fork(self, prefix: Prefix, num_tokens: int) -> tuple[list[int], tuple[tuple[int, int], ...]]:
-        """Begins a block table of `num_tokens` positions with `prefix`; takes `pages_behind` pages.
+    def fork(
+        self, prefix: Prefix, num_tokens: int, found: Sequence[int] = ()
+    ) -> tuple[list[int], tuple[tuple[int, int], ...]]:
+        """Begins a block table of `num_tokens` positions with `prefix`, then the pages that `share` found behind it.
 
-        Returns the table and the page copies, (source, destination), that must be made before the table is used:
-        one where the prefix ends inside a page, else none.
+        Takes `pages_behind` pages, less those found. Returns the table and the page copies, (source, destination), that
+        must be made before the table is used: one where the prefix ends inside a page that was not found, else none.
         """
         num_shared = prefix.num_tokens // PAGE_TOKENS
         shared, partial = prefix.pages[:num_shared], prefix.pages[num_shared:]
-        own = self.take(pages_behind(prefix.num_tokens, num_tokens))
+        own = self.take(pages_behind(prefix.num_tokens, num_tokens) - len(found))
         for page in shared:
             assert self._references[page] > 0, f"page {page} of a prefix is free"
             self._references[page] += 1
-        return [*shared, *own], tuple(zip(partial, own, strict=False))
+        return [*shared, *found, *own], () if found else tuple(zip(partial, own, strict=False))
+
+    def name(self, page: int, key: bytes) -> None:
+        """From now on a held page is found by what it holds, unless another one is already or it has a name."""
+        assert self._references[page] > 0
+        if key not in self._page_of and page not in self._key_of:
+            self._key_of[page], self._page_of[key] = key, page
+
+    def share(self, keys: Sequence[bytes]) -> list[int]:
+        """Takes a reference of each page that these name, up to the first that isn't there; returns the pages."""
+        found: list[int] = []
+        for key in keys:
+            page = self._page_of.get(key)
+            if page is None:
+                break
+            self._references[page] += 1
+            self._idle.pop(page, None)
+            found.append(page)
+        return found
 
     def release(self, pages: Sequence[int]) -> None:
-        """Gives back one reference of each page; a page without any is free again."""
-        for page in pages:
+        """Gives back one reference of each page; a page without any is free again. The last ones go first of all."""
+        for page in reversed(pages):
             assert self._references[page] > 0, f"page {page} is released twice"
             self._references[page] -= 1
-            if self._references[page] == 0:
+            if self._references[page] == 0 and page in self._key_of:
+                self._idle[page] = None
+            elif self._references[page] == 0:
                 self._free.append(page)
 
     def check_integrity(self, holders: Mapping[int, int]) -> None:
@@ -90,6 +136,8 @@ class PageAllocator:
         for page, count in enumerate(self._references):
             held = holders.get(page, 0)
             assert count == held, f"page {page} has {count} references, {held} are held"
-        free = set(self._free)
-        assert len(free) == len(self._free), "a page is twice in the free list"
+        free = {*self._free, *self._idle}
+        assert len(free) == self.num_free, "a page is twice in the free list"
+        assert {page: key for key, page in self._page_of.items()} == self._key_of, "names and pages differ"
+        assert set(self._idle) <= set(self._key_of) and not set(self._free) & set(self._key_of)
         assert free == {page for page, count in enumerate(self._references) if count == 0}, "the free list lost a page"

@@ -14,24 +14,15 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, Protocol
 
 from peftkit.errors import AdapterError, InputError
-from peftkit_serve.pages import NO_PREFIX, PAGE_TOKENS, PageAllocator, Prefix, pages_behind, pages_for
-from peftkit_serve.plan import UNKNOWN, Chunk, Constraint, Sample, StepPlan, StepResult
-from peftkit_serve.request import SamplingParams
+from peftkit_serve.pages import PAGE_TOKENS, PageAllocator, pages_behind, pages_for
+from peftkit_serve.plan import Chunk, StepPlan, StepResult
+from peftkit_serve.sequence import Residence, Sequence
 
-
-@dataclass(frozen=True, slots=True)
-class Residence:
-    """Where a resident adapter stands: what a chunk of its requests is computed with."""
-
-    slot: int = -1
-    """Slot of its LoRA or bottleneck weights; -1 is the bare base."""
-    prefix: Prefix = NO_PREFIX
-    """Virtual tokens at the head of the block table; empty for an adapter without."""
+__all__ = ["AdapterLeases", "ArrivalOrder", "Policy", "Residence", "Scheduler", "Sequence"]
 
 
 class AdapterLeases(Protocol):
@@ -69,29 +60,27 @@ class AdapterLeases(Protocol):
 class Policy(Protocol):
     """Whose turn it is. The scheduler asks it; pages, slots and the token budget stay the scheduler's."""
 
-    def joined(self, sequence: "Sequence") -> None:
+    def joined(self, sequence: Sequence) -> None:
         """A request was queued."""
         ...
 
-    def left(self, sequence: "Sequence") -> None:
+    def left(self, sequence: Sequence) -> None:
         """It has ended."""
         ...
 
-    def served(self, sequence: "Sequence", num_prompt: int, num_generated: int) -> None:
+    def served(self, sequence: Sequence, num_prompt: int, num_generated: int) -> None:
         """Tokens of it were computed for the first time."""
         ...
 
-    def order(self, waiting: "Iterable[Sequence]") -> "Iterator[Sequence]":
+    def order(self, waiting: Iterable[Sequence]) -> Iterator[Sequence]:
         """The waiting ones, the next one first."""
         ...
 
-    def victim(
-        self, running: "Iterable[Sequence]", waiting: "Iterable[Sequence]", max_requests: int
-    ) -> "Sequence | None":
+    def victim(self, running: Iterable[Sequence], waiting: Iterable[Sequence], max_requests: int) -> Sequence | None:
         """A running one that should wait again, for the sake of the next waiting one, if that can't be placed."""
         ...
 
-    def sacrifice(self, candidates: "Items[Sequence]", running: "Iterable[Sequence]") -> "Sequence":
+    def sacrifice(self, candidates: Items[Sequence], running: Iterable[Sequence]) -> Sequence:
         """Which of these running ones, in order of arrival, waits again when pages run out."""
         ...
 
@@ -99,109 +88,20 @@ class Policy(Protocol):
 class ArrivalOrder:
     """First come, first served."""
 
-    def joined(self, sequence: "Sequence") -> None: ...
+    def joined(self, sequence: Sequence) -> None: ...
 
-    def left(self, sequence: "Sequence") -> None: ...
+    def left(self, sequence: Sequence) -> None: ...
 
-    def served(self, sequence: "Sequence", num_prompt: int, num_generated: int) -> None: ...
+    def served(self, sequence: Sequence, num_prompt: int, num_generated: int) -> None: ...
 
-    def order(self, waiting: "Iterable[Sequence]") -> "Iterator[Sequence]":
+    def order(self, waiting: Iterable[Sequence]) -> Iterator[Sequence]:
         return iter(waiting)
 
-    def victim(
-        self, running: "Iterable[Sequence]", waiting: "Iterable[Sequence]", max_requests: int
-    ) -> "Sequence | None":
+    def victim(self, running: Iterable[Sequence], waiting: Iterable[Sequence], max_requests: int) -> Sequence | None:
         return None
 
-    def sacrifice(self, candidates: "Items[Sequence]", running: "Iterable[Sequence]") -> "Sequence":
+    def sacrifice(self, candidates: Items[Sequence], running: Iterable[Sequence]) -> Sequence:
         return candidates[-1]
-
-
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """One request on its way: its tokens, how far they are computed, and what it holds."""
-
-    request_id: str
-    token_ids: list[int]
-    """Prompt, then generated tokens."""
-    num_prompt: int
-    params: SamplingParams
-    """`max_tokens` is what the request may really generate."""
-    seed: int
-    uid: str | None = None
-    num_virtual: int = 0
-    """Virtual tokens of its adapter."""
-    tenant: str = ""
-    weight: float = 1.0
-    priority: int = 0
-    constraint: Constraint | None = None
-    arrival: int = -1
-    num_ahead: int = 0
-    """Tokens that steps under way draw: they come behind `token_ids` and are not known yet."""
-    num_computed: int = 0
-    """Tokens whose keys and values are in the pages, or will be when the steps under way are done."""
-    num_charged: int = 0
-    """Tokens of the prompt that were computed at least once."""
-    num_scored: int = 0
-    """Prompt tokens after the first whose log-probabilities were asked for and computed, likewise."""
-    num_bypassed: int = 0
-    """Later arrivals that were admitted while its adapter was not ready."""
-    first_passed: int = -1
-    """The step whose turn it missed first because of that; -1 for none."""
-    table: list[int] = field(default_factory=list[int])
-    residence: Residence | None = None
-    """Set while running."""
-
-    @property
-    def num_generated(self) -> int:
-        return len(self.token_ids) - self.num_prompt
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and generated tokens, those under way included."""
-        return len(self.token_ids) + self.num_ahead
-
-    @property
-    def num_positions(self) -> int:
-        """Positions that the pages must hold: virtual tokens and all other tokens."""
-        return self.num_virtual + self.num_tokens
-
-    @property
-    def is_drawn(self) -> bool:
-        """Whether all tokens that it may have are generated or under way: nothing is left to compute."""
-        return self.num_generated + self.num_ahead >= self.params.max_tokens
-
-    @property
-    def needs_tokens(self) -> bool:
-        """Whether its next token can't be drawn before the last one is known on the host."""
-        return self.num_ahead > 0 and (self.params.has_penalties or self.constraint is not None)
-
-    def take(self, num_tokens: int) -> Chunk:
-        """The next `num_tokens` tokens to compute; from now on they are under way."""
-        assert self.residence is not None and 0 < num_tokens
-        start, end = self.num_computed, self.num_computed + num_tokens
-        known = self.token_ids[start:end]
-        scored = self.params.prompt_logprobs is not None and self.num_scored < self.num_prompt - 1
-        chunk = Chunk(
-            request_id=self.request_id,
-            token_ids=(*known, *(UNKNOWN,) * (num_tokens - len(known))),
-            start=self.num_virtual + start,
-            block_table=tuple(self.table),
-            slot=self.residence.slot,
-            num_virtual=self.num_virtual,
-            sample=self._sample() if end == self.num_tokens else None,
-            targets=tuple(self.token_ids[start + 1 : min(end + 1, self.num_prompt)]) if scored else (),
-            num_top_targets=self.params.prompt_logprobs or 0,
-            arrival=self.arrival,
-        )
-        self.num_computed = end
-        self.num_scored += len(chunk.targets)
-        self.num_ahead += chunk.sample is not None
-        return chunk
-
-    def _sample(self) -> Sample:
-        history = tuple(self.token_ids) if self.params.has_penalties else ()
-        return Sample(self.params, self.seed, self.num_generated + self.num_ahead, history, self.constraint)
 
 
 class Scheduler:
@@ -216,6 +116,7 @@ class Scheduler:
         max_requests: int,
         max_bypass: int = 32,
         max_wait_steps: int = 1024,
+        prefix_cache: bool = True,
         policy: Policy | None = None,
     ) -> None:
         """
@@ -223,6 +124,7 @@ class Scheduler:
         max_requests: most sequences running at a time.
         max_bypass: how many later ones may be admitted before one whose adapter is not ready.
         max_wait_steps: for how many steps later ones may be; after that running ones end and give their adapters up.
+        prefix_cache: what was computed for an adapter, a tenant and tokens is shared by who needs the same.
         policy: which waiting one is next; None for the order of arrival.
         """
         if max_tokens_per_step < max_requests:
@@ -236,13 +138,15 @@ class Scheduler:
         self._max_requests = max_requests
         self._max_bypass = max_bypass
         self._max_wait_steps = max_wait_steps
+        self._prefix_cache = prefix_cache
         self._policy: Policy = policy or ArrivalOrder()
+        self._coming: Counter[bytes] = Counter()  # names of pages that running ones compute
         self._sequences: dict[str, Sequence] = {}
         self._running: list[Sequence] = []  # both by arrival
         self._waiting: list[Sequence] = []
         self._rejected: list[tuple[Sequence, AdapterError]] = []
         self._num_arrivals = self._num_steps = 0
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_cached_tokens = 0
 
     @property
     def running(self) -> Items[Sequence]:
@@ -331,6 +235,7 @@ class Scheduler:
             if sequence is None:
                 continue
             sequence.num_ahead -= chunk.sample is not None
+            self._name_pages(sequence, chunk)
             known = min(chunk.start - chunk.num_virtual + len(chunk.token_ids), sequence.num_prompt)
             num_new, sequence.num_charged = known - sequence.num_charged, max(known, sequence.num_charged)
             if chunk.sample is not None and (token_id := result.tokens[chunk.request_id]) >= 0:
@@ -373,6 +278,7 @@ class Scheduler:
             held.update(sequence.table)
         for sequence in self._waiting:
             assert sequence.residence is None and not sequence.table and sequence.num_computed == 0
+        assert +self._coming == Counter(key for sequence in self._running for key in sequence.coming)
         return held
 
     def _grow(self, sequence: Sequence, position: int) -> bool:
@@ -397,7 +303,8 @@ class Scheduler:
 
     def _vacate(self, sequence: Sequence) -> None:
         self._pages.release(sequence.table)
-        sequence.table = []
+        self._coming.subtract(sequence.coming)
+        sequence.table, sequence.coming = [], []
         sequence.num_computed = 0
         if sequence.num_scored < sequence.num_prompt - 1:  # the chunks of the next attempt may be cut elsewhere
             sequence.num_scored = 0
@@ -412,7 +319,7 @@ class Scheduler:
             if victim is None:
                 return
             following = next(iter(self._policy.order(self._waiting)))
-            if len(self._running) < self._max_requests and self._has_pages(following):
+            if len(self._running) < self._max_requests and self._has_pages(following, 0):
                 return
             self._preempt(victim)
 
@@ -420,20 +327,25 @@ class Scheduler:
         """Admits waiting sequences in the policy's order while budget, places and pages last.
 
         One whose adapter is not ready is passed over, by at most `max_bypass` later ones and for `max_wait_steps`; one
-        that lacks pages is never passed over, or a long prompt would wait for ever.
+        that lacks pages is never passed over, or a long prompt would wait for ever. One that begins as a running one
+        does waits for what that computes.
         """
         passed: list[Sequence] = []
+        num_coming = 0
         unready: set[str | None] = set()
         if budget <= 0 or not self._waiting or len(chunks) >= self._max_requests:
             return
         for sequence in self._policy.order(tuple(self._waiting)):
-            if len(passed) == self._max_bypass or any(self._is_overdue(one) for one in passed):
+            if len(passed) + num_coming == self._max_bypass or any(self._is_overdue(one) for one in passed):
                 break
             if sequence.num_ahead:  # preempted just now, while it draws
                 break
             outcome = "unready" if sequence.uid in unready else self._place(sequence, copies)
             if outcome == "short":
                 break
+            if outcome == "coming":
+                num_coming += 1
+                continue
             if outcome == "unready":
                 unready.add(sequence.uid)
                 passed.append(sequence)
@@ -446,7 +358,7 @@ class Scheduler:
             for one in passed:
                 one.num_bypassed += 1
             insort(self._running, sequence, key=lambda one: one.arrival)
-            num_tokens = min(len(sequence.token_ids), budget)
+            num_tokens = min(sequence.num_tokens - sequence.num_computed, budget)
             chunks.append(sequence.take(num_tokens))
             budget -= num_tokens
             if budget <= 0 or len(chunks) >= self._max_requests:
@@ -457,31 +369,77 @@ class Scheduler:
 
     def _place(
         self, sequence: Sequence, copies: list[tuple[int, int]]
-    ) -> Literal["placed", "short", "unready", "rejected"]:
+    ) -> Literal["placed", "short", "coming", "unready", "rejected"]:
         """Pins a waiting sequence's adapter and takes pages for all its known tokens, or takes nothing."""
-        if not self._has_pages(sequence):
-            return "short"
-        residence: Residence | None = Residence()
-        if sequence.uid is not None:
-            try:
-                residence = self._adapters.pin(sequence.uid)
-            except AdapterError as error:
-                self._rejected.append((sequence, error))
-                return "rejected"
+        found = self._find_pages(sequence)
+        if found is None:
+            return "coming"
+        outcome, residence = self._pin(sequence, len(found))
         if residence is None:
-            return "unready"
+            self._pages.release(found)
+            return outcome
         assert residence.prefix.num_tokens == sequence.num_virtual
         sequence.residence = residence
-        sequence.table, to_copy = self._pages.fork(residence.prefix, sequence.num_positions)
+        sequence.table, to_copy = self._pages.fork(residence.prefix, sequence.num_positions, found)
         copies.extend(to_copy)
+        if found:
+            sequence.num_computed = PAGE_TOKENS * (sequence.first_page + len(found)) - sequence.num_virtual
+            sequence.num_charged = max(sequence.num_charged, min(sequence.num_computed, sequence.num_prompt))
+            self.num_cached_tokens += sequence.num_computed
+        if self._prefix_cache:
+            sequence.coming = sequence.page_keys(len(sequence.token_ids))[len(found) :]
+            self._coming.update(sequence.coming)
         return "placed"
 
-    def _has_pages(self, sequence: Sequence) -> bool:
+    def _pin(
+        self, sequence: Sequence, num_found: int
+    ) -> tuple[Literal["placed", "short", "unready", "rejected"], Residence | None]:
+        """Where a waiting sequence's adapter is, if it and the pages can be had; else why not."""
+        if not self._has_pages(sequence, num_found):
+            return "short", None
+        if sequence.uid is None:
+            return "placed", Residence()
+        try:
+            residence = self._adapters.pin(sequence.uid)
+        except AdapterError as error:
+            self._rejected.append((sequence, error))
+            return "rejected", None
+        return "unready" if residence is None else "placed", residence
+
+    def _find_pages(self, sequence: Sequence) -> list[int] | None:
+        """Takes references of the pages that hold the beginning of its tokens; at least one token is left to compute.
+
+        None while a running sequence computes the very page that it would begin with: it need not be computed twice.
+        """
+        if not self._prefix_cache or sequence.params.prompt_logprobs is not None:
+            return []
+        keys = sequence.page_keys(len(sequence.token_ids) - 1)
+        found = self._pages.share(keys)
+        if len(found) < len(keys) and self._coming[keys[len(found)]] > 0:
+            self._pages.release(found)
+            return None
+        return found
+
+    def _name_pages(self, sequence: Sequence, chunk: Chunk) -> None:
+        """Pages that a step has filled are found by what they hold, if the sequence still has them."""
+        first, end = max(chunk.start // PAGE_TOKENS, sequence.first_page), chunk.start + len(chunk.token_ids)
+        last = end // PAGE_TOKENS
+        if not self._prefix_cache or first >= last or tuple(sequence.table[:last]) != chunk.block_table[:last]:
+            return
+        keys = sequence.page_keys(end - sequence.num_virtual)
+        for number in range(first, last):
+            key = keys[number - sequence.first_page]
+            self._pages.name(sequence.table[number], key)
+            if sequence.coming and sequence.coming[0] == key:
+                self._coming[sequence.coming.pop(0)] -= 1
+
+    def _has_pages(self, sequence: Sequence, num_found: int) -> bool:
         """Whether the pages that a waiting sequence needs are free, or could be made so.
 
-        One page for each running sequence stays free, so that admitting this one does not at once preempt another.
+        num_found: those that it shares. One page for each running sequence stays free, so that admitting this one does
+        not at once preempt another.
         """
-        num_needed = pages_behind(sequence.num_virtual, sequence.num_positions) + len(self._running)
+        num_needed = pages_behind(sequence.num_virtual, sequence.num_positions) - num_found + len(self._running)
         if sequence.uid is not None:
             num_needed += self._adapters.num_pages_to_pin(sequence.uid)
         num_missing = num_needed - self._pages.num_free

@@ -383,6 +383,42 @@ def test_a_base_that_bitsandbytes_has_saved_in_nf4_answers_as_one_that_is_quanti
         resolve_base(stored)
 
 
+def test_texts_that_begin_alike_are_computed_once_and_answered_as_if_they_were_not(
+    make_engine: MakeEngine, every_kind: EveryKind, record_logits: Record, seed: int
+) -> None:
+    rng, engine, plain = random.Random(seed), make_engine(), make_engine(prefix_cache=False)
+    folders = every_kind(seed)
+    names = add_all(engine, folders)
+    add_all(plain, folders)
+    head = random_prompt(rng, 40)
+    requests = [ask([*head, *random_prompt(rng, 1, 20)], name, 6) for name in names for _ in range(3)]
+    ours, theirs = record_logits(engine), record_logits(plain)
+    outputs = {output.request_id: output for output in engine.generate(requests)}
+    assert {output.request_id: output for output in plain.generate(requests)} == outputs
+    for request in requests:
+        assert_same_logits((ours, request), (theirs, request))
+    assert engine.stats()["cached_tokens"] >= len(names) * 2 * 16 and plain.stats()["cached_tokens"] == 0
+    assert_nothing_held(engine)
+
+
+def test_what_was_computed_for_one_content_is_not_found_for_another_of_the_same_name_or_another_tenant(
+    make_engine: MakeEngine, lora_folder: Folder, seed: int
+) -> None:
+    engine, prompt = make_engine(), random_prompt(random.Random(seed), 40)
+    answers: list[tuple[int, ...]] = []
+    for number in range(2):
+        engine.adapters.add("x", lora_folder(seed + number))
+        for tenant in ("a", "b"):
+            request = Request(prompt, "x", ask(prompt).sampling, tenant=tenant)
+            answers += [output.token_ids for output in engine.generate([request])]
+        assert engine.stats()["cached_tokens"] == 0
+        engine.adapters.remove("x")
+    assert answers[0] == answers[1] != answers[2] == answers[3]
+    engine.adapters.add("y", lora_folder(seed))
+    (again,) = engine.generate([Request(prompt, "y", ask(prompt).sampling, tenant="a")])
+    assert again.token_ids == answers[0] and engine.stats()["cached_tokens"] >= 32, "the same content by another name"
+
+
 def test_a_prompts_pages_are_computed_once_shared_and_freed_with_its_name(
     make_engine: MakeEngine, prompt_folder: Folder, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ class Simulation:
             NoAdapters(),
             max_tokens_per_step=self.budget,
             max_requests=self.max_requests,
+            prefix_cache=False,
             policy=self.policy,
         )
 

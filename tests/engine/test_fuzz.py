@@ -44,6 +44,7 @@ class Traffic:
         self.engine, self.oracle, self.folders, self.rng = engine, oracle, folders, rng
         self.content: dict[str, int] = {}  # live name → folder
         self.asked: dict[str, Request] = {}  # by id: what the oracle is asked, the adapter by its content
+        self.heads = [[], [], *([rng.randrange(256) for _ in range(size)] for size in (16, 20))]  # what many begin with
         self.num_checked = self.num_whole = 0
         for number, folder in enumerate(folders):
             oracle.adapters.add(str(number), folder)
@@ -52,7 +53,10 @@ class Traffic:
         """One, or several of one prompt with draws of their own."""
         rng = self.rng
         vocab = min(256, self.engine.spec.vocab_size)
-        prompt = [rng.randrange(vocab) for _ in range(rng.choice((1, 5, 16, rng.randint(1, 30))))]
+        prompt = [
+            *rng.choice(self.heads),
+            *(rng.randrange(vocab) for _ in range(rng.choice((1, 5, rng.randint(1, 20))))),
+        ]
         name = rng.choice([None, *self.content])
         ways: dict[str, Any] = {"ignore_eos": True} | rng.choice([{}, {}, {}, *WAYS])
         params = SamplingParams(max_tokens=rng.randint(1, 60), temperature=rng.choice((0.0, 1.0)), **ways)
@@ -127,6 +131,7 @@ def drive(traffic: Traffic, seconds: float) -> None:
             engine.check_integrity()
     traffic.check_nothing_held()
     assert engine.stats()["preemptions"] > 0 or seconds < 20, "memory was not tight"
+    assert engine.stats()["cached_tokens"] > 0, "no prompt began as another"
 
 
 async def serve(traffic: Traffic, seconds: float) -> None:
@@ -189,7 +194,7 @@ def make_traffic(
         base = {name: settings.pop(name) for name in ("base", "device") if name in settings}
         tight: dict[str, Any] = {"num_pages": 12, "max_requests": 6, "max_adapters": 3, "adapter_bytes": 8 << 16}
         engine = make_engine(**base, **(tight | settings))
-        return Traffic(engine, make_engine(max_adapters=16, **base), folders, rng)
+        return Traffic(engine, make_engine(max_adapters=16, prefix_cache=False, **base), folders, rng)
 
     return make
 

@@ -5,7 +5,15 @@ from collections import Counter
 
 import pytest
 
-from peftkit_serve.pages import PAGE_TOKENS, PageAllocator, Prefix, pages_behind, pages_for
+from peftkit_serve.pages import (
+    PAGE_TOKENS,
+    PageAllocator,
+    Prefix,
+    page_key,
+    pages_behind,
+    pages_for,
+    root_key,
+)
 
 
 def test_pages_taken_are_distinct_and_come_back() -> None:
@@ -52,6 +60,35 @@ def test_a_fork_takes_the_pages_it_says(prefix_tokens: int, text_tokens: int) ->
     table, _ = pages.fork(prefix, total)
     assert free - pages.num_free == pages_behind(prefix_tokens, total)
     assert len(table) == pages_for(total)
+
+
+def test_a_named_page_is_shared_while_it_is_held_and_afterwards_until_its_room_is_taken() -> None:
+    pages = PageAllocator(3)
+    key, other = page_key(root_key("u", "t"), range(16)), page_key(root_key("u", "s"), range(16))
+    assert key != other != page_key(root_key(None, "t"), range(16)) and pages.share([key]) == []
+    (page,) = pages.take(1)
+    pages.name(page, key)
+    assert pages.share([key, other]) == [page], "up to the first that isn't there"
+    pages.check_integrity({page: 2})
+    pages.release([page])
+    pages.release([page])
+    assert pages.num_free == 3 and pages.share([key]) == [page]
+    pages.release([page])
+    rest = pages.take(2)
+    assert page not in rest, "what has no name is taken first"
+    assert pages.take(1) == [page] and pages.share([key]) == []
+    pages.check_integrity({one: 1 for one in range(3)})
+
+
+def test_two_pages_of_the_same_content_have_one_name() -> None:
+    pages = PageAllocator(2)
+    first, second = pages.take(2)
+    key = page_key(root_key("u", "t"), [1, 2])
+    pages.name(first, key)
+    pages.name(second, key)
+    pages.release([first, second])
+    assert pages.share([key]) == [first] and pages.num_free == 1
+    pages.check_integrity({first: 1})
 
 
 def test_releasing_twice_taking_too_many_and_lost_counts_are_seen() -> None:

@@ -81,6 +81,7 @@ class Bench:
         bypass: int = 4,
         wait_steps: int = 1024,
         ahead: bool = False,
+        cache: bool = False,
     ):
         self.pages = PageAllocator(num_pages)
         self.adapters = FakeAdapters(self.pages, slots)
@@ -91,6 +92,7 @@ class Bench:
             max_requests=max_requests,
             max_bypass=bypass,
             max_wait_steps=wait_steps,
+            prefix_cache=cache,
         )
         self.budget = budget
         self.ahead = ahead
@@ -98,10 +100,12 @@ class Bench:
         self.done: list[str] = []
         self.admitted: list[str] = []
 
-    def add(self, name: str, prompt: int = 4, max_tokens: int = 3, uid: str | None = None) -> None:
+    def add(
+        self, name: str, prompt: int | list[int] = 4, max_tokens: int = 3, uid: str | None = None, tenant: str = ""
+    ) -> None:
         virtual = int(uid[1:]) if uid and uid[0] == "p" else 0
-        params = SamplingParams(max_tokens=max_tokens)
-        self.scheduler.add(Sequence(name, list(range(prompt)), prompt, params, seed=0, uid=uid, num_virtual=virtual))
+        params, ids = SamplingParams(max_tokens=max_tokens), prompt if isinstance(prompt, list) else list(range(prompt))
+        self.scheduler.add(Sequence(name, ids, len(ids), params, seed=0, uid=uid, num_virtual=virtual, tenant=tenant))
 
     def step(self) -> StepPlan:
         plan = self.scheduler.schedule()
@@ -235,7 +239,7 @@ def test_an_adapter_that_waits_is_not_starved_by_a_resident_one_whose_requests_a
     waited_since: dict[str, int] = {}
     started: dict[str, int] = {}
     for step in range(2000):
-        if step % 12 == 0:  # so one of each always runs, and holds the slots: less often than any count of them helps
+        if step % 9 == 0:  # so one of each always runs, and holds the slots: less often than any count of them helps
             bench.add(f"hot{step}", rng.randint(2, 9), rng.randint(30, longest), uid=rng.choice("AB"))
         if step % 150 == 75:
             bench.add(f"cold{step}", 5, 3, uid=rng.choice("CDEF"))
@@ -357,8 +361,8 @@ def test_random_traffic_never_starves_and_always_returns_what_it_held(seed: int,
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_step_planned_ahead_of_the_last_ones_tokens_computes_the_same(seed: int, ahead: bool) -> None:
-    rng, bench = random.Random(seed), Bench(num_pages=12, budget=24, ahead=ahead)
-    lengths = {str(n): (rng.randint(1, 40), rng.randint(1, 30)) for n in range(30)}
+    rng, bench = random.Random(seed), Bench(num_pages=9, budget=24, ahead=ahead)
+    lengths = {str(n): (rng.randint(1, 40), rng.randint(1, 60)) for n in range(40)}
     computed: dict[str, list[int]] = {name: [] for name in lengths}
     draws: dict[str, list[int]] = {name: [] for name in lengths}
     for name, (prompt, tokens) in lengths.items():
@@ -406,6 +410,112 @@ def test_passing_is_bounded_in_random_traffic(seed: int, ahead: bool) -> None:
     order = [int(name) for name in bench.admitted]
     for place, number in enumerate(order):
         assert sum(later > number for later in order[:place]) <= 5, f"{number} was passed too often"
+
+
+def computed_of(bench: Bench, *names: str) -> dict[str, int]:
+    """Runs everything; the first position that is computed of each."""
+    first: dict[str, int] = {}
+    while bench.scheduler.has_work():
+        for chunk in bench.step().chunks:
+            first.setdefault(chunk.request_id, chunk.start)
+    bench.check_idle()
+    return {name: first[name] for name in names}
+
+
+def test_what_a_request_begins_with_is_computed_once_for_an_adapter_and_a_tenant() -> None:
+    bench, prompt = Bench(cache=True, num_pages=200, slots=4), list(range(40))
+    bench.add("first", prompt, uid="A", tenant="x")
+    bench.run()
+    cases = {"same": (prompt, "A", "x"), "longer": ([*prompt, 5, 6, 7], "A", "x"), "shorter": (prompt[:32], "A", "x"),
+             "other text": ([*prompt[:17], 9, *prompt[18:]], "A", "x"), "other adapter": (prompt, "B", "x"),
+             "base": (prompt, None, "x"), "other tenant": (prompt, "A", "y")}  # fmt: skip
+    first = dict.fromkeys(cases, 0) | {"same": 32, "longer": 32, "shorter": 16, "other text": 16}
+    for name, (ids, uid, tenant) in cases.items():
+        bench.add(name, ids, uid=uid, tenant=tenant)
+        assert computed_of(bench, name) == {name: first[name]}
+    assert bench.scheduler.num_cached_tokens == sum(first.values())
+
+
+def test_an_answer_is_found_by_the_request_that_goes_on_from_it() -> None:
+    bench, prompt = Bench(cache=True, num_pages=50), list(range(20))
+    bench.add("question", prompt, max_tokens=30)
+    bench.run()
+    bench.add("next", [*prompt, *[7] * 30, 1, 2])
+    assert computed_of(bench, "next") == {"next": 48}, "the last token was drawn, not computed"
+
+
+def test_virtual_tokens_stand_before_what_is_shared() -> None:
+    bench = Bench(cache=True, num_pages=50)
+    for number in range(3):  # 20 virtual tokens: of a page that holds 4 of them, and 12 of text
+        bench.add(str(number), list(range(30)), uid="p20")
+    first: dict[str, int] = {}
+    copies = 0
+    while bench.scheduler.has_work():
+        plan = bench.step()
+        copies += len(plan.copies)
+        for chunk in plan.chunks:
+            first.setdefault(chunk.request_id, chunk.start)
+    assert first == {"0": 20, "1": 48, "2": 48} and copies == 1
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_requests_that_begin_alike_at_once_wait_for_the_first_of_them(ahead: bool) -> None:
+    bench = Bench(cache=True, num_pages=50, budget=16, ahead=ahead, max_requests=6)
+    for number in range(4):
+        bench.add(str(number), [*range(50), number], max_tokens=2)
+    bench.add("other", list(range(60, 70)), max_tokens=2)
+    plans: list[StepPlan] = []
+    while bench.scheduler.has_work():
+        plans.append(bench.step())
+    tokens = Counter(chunk.request_id for plan in plans for chunk in plan.chunks for _ in chunk.token_ids)
+    assert tokens == {"0": 52, "1": 52 - 48, "2": 52 - 48, "3": 52 - 48, "other": 11}
+    assert bench.admitted[:2] == ["0", "other"], "others pass meanwhile"
+    bench.check_idle()
+
+
+def test_a_request_that_is_aborted_lets_those_that_waited_for_its_pages_go_on() -> None:
+    bench = Bench(cache=True, num_pages=50, budget=16, max_requests=4)
+    for name in "ab":
+        bench.add(name, list(range(50)))
+    bench.step()
+    bench.scheduler.finish("a")
+    assert computed_of(bench, "b") == {"b": 16}, "what was computed by then is there"
+
+
+def test_cached_pages_make_room_the_least_recently_held_first_and_the_head_of_a_text_last() -> None:
+    bench = Bench(cache=True, num_pages=8, budget=64)
+    bench.add("old", [1] * 33, max_tokens=1)
+    bench.run()
+    bench.add("new", [2] * 65, max_tokens=1)
+    bench.run()
+    assert bench.pages.num_free == 8, "what nobody holds counts as free"
+    bench.add("big", [3] * 50, max_tokens=1)  # four pages: two were never named, then those of old
+    bench.run()
+    bench.add("new again", [2] * 65, max_tokens=1)
+    assert computed_of(bench, "new again") == {"new again": 64}
+    bench.add("old again", [1] * 33, max_tokens=1)
+    assert computed_of(bench, "old again") == {"old again": 0}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_random_traffic_that_begins_alike_ends_and_gives_everything_back(seed: int, ahead: bool) -> None:
+    rng, cached = random.Random(seed), 0
+    for _ in range(6):
+        bench = Bench(num_pages=rng.randint(10, 24), budget=rng.choice([8, 64]), cache=True, ahead=ahead)
+        heads = [[rng.randrange(50) for _ in range(rng.randint(10, 40))] for _ in range(3)]
+        for number in range(60):
+            prompt = [*rng.choice(heads), *(rng.randrange(50) for _ in range(rng.randint(0, 9)))]
+            bench.add(str(number), prompt, rng.randint(1, 40), rng.choice([None, "A", "B", "p20"]), rng.choice("xy"))
+            for _ in range(rng.randint(0, 4)):
+                if bench.scheduler.has_work():
+                    bench.step()
+            live = [s.request_id for s in (*bench.scheduler.running, *bench.scheduler.waiting)]
+            if live and rng.random() < 0.15:
+                bench.scheduler.finish(rng.choice(live))
+                bench.check()
+        bench.run()
+        cached += bench.scheduler.num_cached_tokens
+    assert cached > 0
 
 
 def test_the_scheduler_needs_no_torch() -> None:
