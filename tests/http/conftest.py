@@ -24,6 +24,7 @@ from peftkit.base import module_shapes
 from peftkit.methods import LoraConfig, PromptTuningConfig
 from peftkit_serve import AsyncEngine, Engine
 from peftkit_serve.http import bind, create_app, url_of
+from peftkit_serve.http.protocol import BoundedHttp
 from peftkit_serve.http.service import Service
 from peftkit_serve.http.settings import Settings
 from peftkit_serve.tenants.database import Database
@@ -187,7 +188,8 @@ def serving(
         AsyncEngine(engine), served_name=served_name, settings=Settings(**settings), tracer_provider=tracer_provider
     )
     listener = bind("127.0.0.1", 0, any_client=False)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=2))
+    config = uvicorn.Config(app, http=BoundedHttp, log_config=None, access_log=False, timeout_graceful_shutdown=2)
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:

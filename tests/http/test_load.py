@@ -223,7 +223,7 @@ def test_a_slow_reader_holds_no_pages_and_gets_its_whole_answer(
         assert "data: [DONE]" in text and '"finish_reason":"length"' in text
 
 
-def test_one_sigterm_ends_a_server_whose_streams_go_on(base_folder: Path) -> None:
+def test_one_sigterm_ends_a_server_whose_streams_go_on_and_whose_bodies_dont_come(base_folder: Path) -> None:
     command = [sys.executable, "-m", "peftkit.cli.main", "serve", "--base", str(base_folder), "--port", "0", "--json"]
     process = subprocess.Popen(
         [*command, "--drain-timeout", "0.5"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -231,7 +231,11 @@ def test_one_sigterm_ends_a_server_whose_streams_go_on(base_folder: Path) -> Non
     try:
         assert process.stdout is not None
         url = json.loads(process.stdout.readline())["url"]
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client:
+        host, port = url.removeprefix("http://").split(":")
+        half = socket.create_connection((host, int(port)), timeout=20)
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client, half:
+            half.sendall(head + b"Content-Length: 100\r\n\r\n{")
             fields: dict[str, Any] = {"model": "tiny", "prompt": "a", "max_tokens": 2000, "stream": True, **LONG}
             streams = [client.completions.create(**fields) for _ in range(8)]
             for stream in streams:
@@ -241,6 +245,7 @@ def test_one_sigterm_ends_a_server_whose_streams_go_on(base_folder: Path) -> Non
             for stream in streams:
                 with pytest.raises(openai.APIError, match="stopped"):
                     list(stream)
+            assert half.recv(65536).startswith(b"HTTP/1.1 503 ")
         assert process.wait(timeout=20) == 0 and time.monotonic() - ended < 15
     finally:
         process.kill()

@@ -14,7 +14,7 @@ from typing import Any
 from prometheus_client import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from peftkit_serve.http.errors import ApiError, internal
+from peftkit_serve.http.errors import ApiError, internal, unavailable
 from peftkit_serve.http.logs import fault
 from peftkit_serve.http.sse import CLIENT_GONE
 
@@ -79,6 +79,10 @@ class Guard:
         try:
             bounds = self._upload_bounds if scope["path"] == UPLOAD_PATH else self._bounds
             await self._app(scope, _bounded(receive, headers, *bounds), send_with_id)
+        except asyncio.CancelledError:  # the server has waited long enough: uvicorn would answer 500
+            if not status:
+                answer = unavailable("the server went away before the request was answered")
+                await answer.response()(scope, receive, send_with_id)
         except Exception as error:
             answer = report(error, request_id)
             if not status:  # else the answer has begun, and the server closes the connection on its missing end

@@ -14,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from peftkit.errors import InputError, RunError
+from peftkit_serve.http.protocol import BoundedHttp
 from peftkit_serve.http.service import Service
 
 
@@ -79,6 +80,7 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=BoundedHttp,
                 log_config=None,
                 access_log=False,
                 server_header=False,
