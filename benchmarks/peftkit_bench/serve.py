@@ -104,6 +104,7 @@ class Bench:
                 num_pages=settings.num_pages,
                 adapter_bytes=self._adapter_bytes(max(1, most)),
                 deterministic=settings.deterministic,
+                prefix_cache=False,  # prompts come again in each repeat; the peer computes them anew too
                 source=random_tensors,
             )
         made = time.perf_counter()

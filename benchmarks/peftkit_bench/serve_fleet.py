@@ -111,6 +111,7 @@ class Fleet:
             max_requests=sizes.max_requests,
             max_adapters=sizes.max_requests,
             num_pages=sizes.num_pages,
+            prefix_cache=False,  # prompts come again in each repeat
             adapter_bytes=int(_ROOM * max(mixed, alike)) + rounding,
             source=random_tensors,
         )

@@ -33,9 +33,9 @@ def make_engine(asked: dict[str, Any], folder: Path) -> Engine:
     name."""
     sizes = {name: asked[name] for name in ("quant", "device", "max_requests", "max_tokens_per_step", "num_pages")}
     if asked["shape"] not in SHAPES:
-        return Engine(asked["shape"], policy=FairShare(), **sizes)
+        return Engine(asked["shape"], policy=FairShare(), prefix_cache=False, **sizes)
     base = RandomBase(MODEL, write_base(folder, SHAPES[asked["shape"]], asked["max_positions"]))
-    return Engine(base, policy=FairShare(), source=random_tensors, **sizes)
+    return Engine(base, policy=FairShare(), prefix_cache=False, source=random_tensors, **sizes)
 
 
 def add_tenants(database: Database, names: Sequence[str]) -> dict[str, str]:
