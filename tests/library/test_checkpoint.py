@@ -121,7 +121,8 @@ def same_run(one: RunSummary, other: RunSummary) -> None:
 
 def adapter_files(out: Path) -> dict[str, bytes]:
     """The adapter's, the best's and the last's tensors by their place under `out`."""
-    return {str(file.relative_to(out)): file.read_bytes() for file in sorted(out.rglob("adapter_model.safetensors"))}
+    files = {str(file.relative_to(out)): file for file in sorted(out.rglob("adapter_model.safetensors"))}
+    return {name: file.read_bytes() for name, file in files.items() if not name.startswith("state/")}
 
 
 def curve(summary: RunSummary) -> list[tuple[Any, ...]]:
