@@ -3,7 +3,7 @@
 import re
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
@@ -18,6 +18,17 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,128}")
 
 
+class _Sizes(NamedTuple):
+    """What a step may hold, where no option says it."""
+
+    requests: int
+    tokens_per_step: int
+    adapters: int
+
+
+_CPU_SIZES, _GPU_SIZES = _Sizes(64, 512, 16), _Sizes(256, 2048, 256)
+
+
 def command(
     base: Annotated[str, typer.Option(help="Base model: the embedded default, a folder, a .gguf file or a hub id.")],
     adapter: Annotated[
@@ -30,6 +41,19 @@ def command(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Make a request's tokens independent of the rest of its batch.")
     ] = False,
+    max_requests: Annotated[
+        int | None, typer.Option(min=1, help="Most requests in a step; others wait.  [default: 256 on a GPU, else 64]")
+    ] = None,
+    max_tokens_per_step: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most tokens in a step, prompts' too.  [default: 2048 on a GPU, else 512]"),
+    ] = None,
+    max_adapters: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="LoRA and bottleneck adapters on the device at a time.  [default: 256 on a GPU, else 16]"
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000,
     no_auth: Annotated[
@@ -59,6 +83,7 @@ def command(
     named = [_named(spec) for spec in adapter or []]
     watched = None if adapters is None else _watched(adapters)
 
+    from peftkit.base import auto_device
     from peftkit_serve import AsyncEngine, Engine
     from peftkit_serve.http import Settings, bind, create_app, is_loopback, serve, url_of, write_json_lines
     from peftkit_serve.http.access import Caller
@@ -70,7 +95,16 @@ def command(
     with bind(host, port, any_client=no_auth or has_tenants(database)) as listener, ExitStack() as at_end:
         if tracer_provider := open_provider(otlp_traces_endpoint):
             at_end.callback(tracer_provider.shutdown)
-        engine = Engine(base, quant=quant, deterministic=deterministic, policy=FairShare())
+        sizes = _GPU_SIZES if auto_device("auto").type == "cuda" else _CPU_SIZES
+        engine = Engine(
+            base,
+            quant=quant,
+            deterministic=deterministic,
+            policy=FairShare(),
+            max_requests=max_requests or sizes.requests,
+            max_tokens_per_step=max_tokens_per_step or sizes.tokens_per_step,
+            max_adapters=max_adapters or sizes.adapters,
+        )
         served_name = name_of(engine.base)
         _add_named(engine, served_name, named)
         local = is_loopback(listener)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -77,6 +78,25 @@ def test_one_line_when_ready_and_a_drain_on_sigterm(
     assert [line["outcome"] for line in logged if "outcome" in line] == ["length"]
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
+
+
+def test_the_options_bound_what_a_step_holds(base_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bounds = ["--max-requests", 2, "--max-tokens-per-step", 16, "--max-adapters", 3]
+    with running("--base", base_folder, "--port", 0, *bounds, "--json") as process:
+        assert process.stdout is not None
+        url = json.loads(process.stdout.readline())["url"]
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client:
+            answer = client.completions.create(
+                model="tiny", prompt=["a" * 60, "b" * 60, "c" * 60], max_tokens=4, extra_body={"ignore_eos": True}
+            )
+        assert answer.usage is not None and answer.usage.completion_tokens == 12
+        figures = httpx.get(f"{url}/metrics").text
+    assert 'max_lora="3"' in figures
+    steps = float(re.findall(r"^peftkit_steps_total ([\d.e+]+)$", figures, re.M)[0])
+    # 180 prompt tokens by 16 a step, less the first token that comes with a prompt's last piece
+    assert steps >= 180 / 16
+    code, said = refused(capsys, "--base", base_folder, "--max-requests", 0)
+    assert code == 2 and "--max-requests" in said
 
 
 def test_ctrl_c_ends_with_code_0_and_a_second_one_waits_for_nobody(base_folder: Path) -> None:
