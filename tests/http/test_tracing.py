@@ -300,3 +300,10 @@ def test_traces_without_the_package_are_refused_naming_the_extra(
     assert run(["serve", *options]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "peftkit[otel]" in said and "opentelemetry.sdk" in said
+
+
+def test_grpc_without_its_exporter_is_refused_naming_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
+    environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4317", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
+    with pytest.raises(InputError, match="pip install opentelemetry-exporter-otlp-proto-grpc"):
+        open_provider(environment=environment)

@@ -38,6 +38,7 @@ Operation = Literal["chat", "text_completion"]
 
 _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 _REQUEST_FIELDS = ("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _HTTP, _GRPC = "http/protobuf", "grpc"
 
 
@@ -52,7 +53,7 @@ def open_provider(
 
     Raises InputError (field "otlp-traces-endpoint") for a missing package, and for what can't be sent to.
     """
-    named = endpoint or _first(environment, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    named = endpoint or _first(environment, *_ENDPOINTS)
     exporter = _first(environment, "OTEL_TRACES_EXPORTER") or "otlp"
     if not named or exporter == "none" or _first(environment, "OTEL_SDK_DISABLED").lower() == "true":
         return None
@@ -62,7 +63,8 @@ def open_provider(
     if protocol not in (_HTTP, _GRPC):
         raise _refused(f"the OTLP protocol is {protocol!r}: it must be {_HTTP} or {_GRPC}")
     if protocol == _HTTP and not named.startswith(("http://", "https://")):
-        raise _refused(f"{named} is no collector's address: it must begin with http:// or https://")
+        where = "--otlp-traces-endpoint" if endpoint else "the collector's address"
+        raise _refused(f"{where} is {named}: it must begin with http:// or https://")
     try:
         from opentelemetry.sdk.resources import SERVICE_NAME, Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -71,7 +73,7 @@ def open_provider(
         processor = BatchSpanProcessor(_exporter(protocol, endpoint))
     except ModuleNotFoundError as error:
         package = "opentelemetry-exporter-otlp-proto-grpc" if protocol == _GRPC else "'peftkit[otel]'"
-        raise _refused(f"sending traces needs the package {error.name}: pip install {package}") from None
+        raise _refused(f"sending traces to {named} needs the package {error.name}: pip install {package}") from None
     resource = Resource.create()
     if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
         resource = resource.merge(Resource({SERVICE_NAME: "peftkit"}))
@@ -219,4 +221,4 @@ def _first(environment: Mapping[str, str], *names: str) -> str:
 
 
 def _refused(message: str) -> InputError:
-    return InputError(f"--otlp-traces-endpoint: {message}", field="otlp-traces-endpoint")
+    return InputError(message, field="otlp-traces-endpoint")
