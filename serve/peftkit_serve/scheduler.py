@@ -278,7 +278,8 @@ class Scheduler:
             held.update(sequence.table)
         for sequence in self._waiting:
             assert sequence.residence is None and not sequence.table and sequence.num_computed == 0
-        assert +self._coming == Counter(key for sequence in self._running for key in sequence.coming)
+        coming = Counter(key for sequence in self._running for key in sequence.coming)
+        assert dict(self._coming) == dict(coming), "names of pages that nobody computes are kept"
         return held
 
     def _grow(self, sequence: Sequence, position: int) -> bool:
@@ -303,7 +304,7 @@ class Scheduler:
 
     def _vacate(self, sequence: Sequence) -> None:
         self._pages.release(sequence.table)
-        self._coming.subtract(sequence.coming)
+        self._have_come(sequence.coming)
         sequence.table, sequence.coming = [], []
         sequence.num_computed = 0
         if sequence.num_scored < sequence.num_prompt - 1:  # the chunks of the next attempt may be cut elsewhere
@@ -331,12 +332,11 @@ class Scheduler:
         does waits for what that computes.
         """
         passed: list[Sequence] = []
-        num_coming = 0
         unready: set[str | None] = set()
         if budget <= 0 or not self._waiting or len(chunks) >= self._max_requests:
             return
         for sequence in self._policy.order(tuple(self._waiting)):
-            if len(passed) + num_coming == self._max_bypass or any(self._is_overdue(one) for one in passed):
+            if len(passed) == self._max_bypass or any(self._is_overdue(one) for one in passed):
                 break
             if sequence.num_ahead:  # preempted just now, while it draws
                 break
@@ -344,7 +344,6 @@ class Scheduler:
             if outcome == "short":
                 break
             if outcome == "coming":
-                num_coming += 1
                 continue
             if outcome == "unready":
                 unready.add(sequence.uid)
@@ -409,16 +408,28 @@ class Scheduler:
     def _find_pages(self, sequence: Sequence) -> list[int] | None:
         """Takes references of the pages that hold the beginning of its tokens; at least one token is left to compute.
 
-        None while a running sequence computes the very page that it would begin with: it need not be computed twice.
+        None while a running sequence computes pages that it would begin with: they need not be computed twice.
         """
         if not self._prefix_cache or sequence.params.prompt_logprobs is not None:
             return []
+        if sequence.awaited in self._coming:
+            return None
         keys = sequence.page_keys(len(sequence.token_ids) - 1)
         found = self._pages.share(keys)
-        if len(found) < len(keys) and self._coming[keys[len(found)]] > 0:
+        for key in keys[len(found) :]:
+            if key not in self._coming:
+                break
+            sequence.awaited = key
+        if sequence.awaited in self._coming:
             self._pages.release(found)
             return None
         return found
+
+    def _have_come(self, keys: Items[bytes]) -> None:
+        self._coming.subtract(keys)
+        for key in keys:
+            if not self._coming[key]:
+                del self._coming[key]
 
     def _name_pages(self, sequence: Sequence, chunk: Chunk) -> None:
         """Pages that a step has filled are found by what they hold, if the sequence still has them."""
@@ -431,7 +442,7 @@ class Scheduler:
             key = keys[number - sequence.first_page]
             self._pages.name(sequence.table[number], key)
             if sequence.coming and sequence.coming[0] == key:
-                self._coming[sequence.coming.pop(0)] -= 1
+                self._have_come((sequence.coming.pop(0),))
 
     def _has_pages(self, sequence: Sequence, num_found: int) -> bool:
         """Whether the pages that a waiting sequence needs are free, or could be made so.

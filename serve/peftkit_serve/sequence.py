@@ -53,6 +53,8 @@ class Sequence:
     """Set while running."""
     coming: list[bytes] = field(default_factory=list[bytes])
     """Names of the pages that it computes of the tokens that it was admitted with, those left."""
+    awaited: bytes = b""
+    """Name of the last page that it shares with a running sequence which computes it, while it waits for that."""
     _keys: list[bytes] = field(default_factory=list[bytes])
 
     @property

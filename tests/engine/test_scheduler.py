@@ -473,6 +473,18 @@ def test_requests_that_begin_alike_at_once_wait_for_the_first_of_them(ahead: boo
     bench.check_idle()
 
 
+def test_many_that_wait_for_a_long_text_they_begin_with_keep_nobody_else_from_his_turn() -> None:
+    bench = Bench(cache=True, num_pages=90, budget=24, max_requests=6, bypass=4)
+    for number in range(30):
+        bench.add(str(number), [*range(330), number], max_tokens=1)
+    bench.add("other", list(range(500, 510)), max_tokens=2)
+    for _ in range(14):  # the last one computes the last page that they share, and has room beside
+        bench.step()
+    assert bench.admitted == ["0", "other"]
+    bench.run()
+    assert bench.scheduler.num_cached_tokens == 29 * 320 and not bench.scheduler._coming
+
+
 def test_a_request_that_is_aborted_lets_those_that_waited_for_its_pages_go_on() -> None:
     bench = Bench(cache=True, num_pages=50, budget=16, max_requests=4)
     for name in "ab":
