@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from peftkit.cli.main import app
+from peftkit.cli.main import run
 from peftkit_bench import serve_http_client as client
 from peftkit_bench.serve_http_figures import cost, fairness, least_waiting, served, wave
 
@@ -131,11 +130,12 @@ async def test_the_client_tells_refusals_from_answers_that_broke_off() -> None:
     assert failed.status == 200 and failed.fault
 
 
-def test_a_toy_run_measures_the_service_beside_its_engine() -> None:
+def test_a_toy_run_measures_the_service_beside_its_engine(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--http", "--quick", "--shape", "toy", "--device", "cpu", "--streams", "2", "--seconds", "2"]
-    result = CliRunner().invoke(app, ["bench", "serve", *options])
-    assert result.exit_code == 0, result.output
-    lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    code = run(["bench", "serve", *options])
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     assert [line["case"] for line in lines] == ["start", "service", "capacity", "fairness", "flood"]
     http, engine = lines[1]["http"], lines[1]["engine"]
     assert http["tok_s"]["repeats"] == engine["tok_s"]["repeats"] == 5
@@ -144,4 +144,4 @@ def test_a_toy_run_measures_the_service_beside_its_engine() -> None:
     assert all(line["commit"] and line["seed"] == 0 and line["hardware"]["cores"] for line in lines)
     fair = lines[3]
     assert fair["tenants"]["second"]["requests"] > fair["tenants"]["first"]["requests"]
-    assert min(fair["served"].values()) > 0 and "0.75 and 1.5 of capacity" in result.stdout
+    assert min(fair["served"].values()) > 0 and "0.75 and 1.5 of capacity" in printed

@@ -1,6 +1,8 @@
 """`peftkit bench train` on a toy shape: lines whose figures agree with each other, and a table."""
 
+import io
 import json
+from contextlib import redirect_stdout
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -8,25 +10,26 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
-from peftkit.cli.main import app
+from peftkit.cli.main import run
 from peftkit_bench import train, train_longest
 from peftkit_bench.train_model import SHAPES, attention_flops, matrix_parameters, random_base
 from peftkit_bench.train_peers import peer_lines
 from peftkit_bench.train_profile import group_of
 
 
-def run(*options: str) -> tuple[list[dict[str, Any]], str]:
-    result = CliRunner().invoke(app, ["bench", "train", "--device", "cpu", "--seconds", "0", *options])
-    assert result.exit_code == 0, result.output
-    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")], result.stdout
+def bench(*options: str) -> tuple[list[dict[str, Any]], str]:
+    with redirect_stdout(io.StringIO()) as out:
+        code = run(["bench", "train", "--device", "cpu", "--seconds", "0", *options])
+    printed = out.getvalue()
+    assert code == 0, printed
+    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")], printed
 
 
 def test_a_toy_run_prints_a_line_a_case_and_a_table(tmp_path: Path) -> None:
     out = tmp_path / "lines.jsonl"
     shapes = "toy:nf4:lora:2x32,toy:none:lora:2x48:packed,toy:none:prefix:2x32"
-    lines, text = run("--shapes", shapes, "--levels", "full,none", "--profile", "--out", str(out))
+    lines, text = bench("--shapes", shapes, "--levels", "full,none", "--profile", "--out", str(out))
     assert lines == [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["name"].split(" ", 1)[1] for line in lines] == [
         f"{case} {level}"
@@ -136,6 +139,6 @@ def test_kernels_are_known_by_their_names(kernel: str, group: str) -> None:
 
 
 @pytest.mark.parametrize("options", [["--levels", "half"], ["--only", "9b"], ["--peers", "nowhere.py"]])
-def test_a_bad_option_is_named(options: list[str]) -> None:
-    result = CliRunner().invoke(app, ["bench", "train", *options])
-    assert result.exit_code != 0 and options[0] in result.output + str(result.exception)
+def test_a_bad_option_is_named(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "train", *options]) == 2
+    assert options[0] in capsys.readouterr().err
