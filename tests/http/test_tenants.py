@@ -293,6 +293,21 @@ def test_metrics_need_the_admin_key_and_count_by_tenant(office: Office) -> None:
     assert httpx.get(f"{office.server.url}/metrics").status_code == 401
 
 
+def test_what_is_kept_of_a_prompt_is_shared_within_a_tenant_alone(office: Office) -> None:
+    acme, rival = office.client(office.tenant("acme")), office.client(office.tenant("rival"))
+
+    def cached(client: openai.OpenAI) -> int:
+        before = office.server.engine.stats()["cached_tokens"]
+        client.completions.create(model="tiny", prompt=list(range(1, 101)), max_tokens=1)
+        office.server.wait_idle()
+        return office.server.engine.stats()["cached_tokens"] - before
+
+    assert cached(acme) == 0 and cached(acme) >= 80
+    assert cached(rival) == 0 and cached(rival) >= 80
+    assert cached(office.client(office.admin)) == 0
+    assert "peftkit_cached_tokens_total 192.0" in office.http.get("/metrics").text
+
+
 def test_without_any_key_only_this_machines_own_pages_administer(
     make_engine: Callable[..., Any], serve: Callable[..., Any]
 ) -> None:

@@ -35,6 +35,7 @@ _GAUGES = {
 _COUNTERS = {
     "steps": "Engine steps.",
     "preemptions": "Times that a running request gave its pages up and went back to waiting.",
+    "cached_tokens": "Prompt tokens whose keys and values were there already.",
 }
 
 
