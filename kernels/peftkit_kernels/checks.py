@@ -271,10 +271,13 @@ def cross_entropy_grad(logits_NV: Tensor, targets_N: Tensor, scale: float = 1.0)
 def _rows(name: str, tensor: Tensor) -> None:
     if tensor.dim() < 2:
         raise ValueError(f"{name} has shape {list(tensor.shape)}: two dimensions or more are wanted")
-    _tensor(name, tensor, (None,) * tensor.dim(), TRAINED)
+    if tensor.dtype not in TRAINED:
+        raise ValueError(f"{name} is {tensor.dtype}: {_names(TRAINED)} is wanted")
 
 
 def _same(name: str, tensor: Tensor, like: Tensor) -> None:
+    if tensor.shape == like.shape and tensor.dtype == like.dtype and tensor.device == like.device:
+        return
     _tensor(name, tensor, tuple(like.shape), (like.dtype,), like)
 
 

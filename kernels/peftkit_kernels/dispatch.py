@@ -10,7 +10,7 @@ import importlib
 import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -52,6 +52,8 @@ TRITON: Mapping[str, str] = MappingProxyType(
 
 _DEVICES = frozenset({"cuda"})  # where Triton kernels run
 
+_UNCHECKED: dict[Callable[..., Any], Callable[..., Any]] = {}
+
 
 def dispatched(check: Callable[P, None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Makes a reference a public operation: checks its arguments, then runs what the first one's device has.
@@ -69,6 +71,11 @@ def dispatched(check: Callable[P, None]) -> Callable[[Callable[P, R]], Callable[
             if is_compiling():
                 return in_graph(*args, **kwargs)
             check(*args, **kwargs)
+            return run(*args, **kwargs)
+
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            if is_compiling():
+                return in_graph(*args, **kwargs)
             first = args[0] if args else next(iter(kwargs.values()))
             assert isinstance(first, Tensor)
             kernel = _triton(name, first.device.type)
@@ -77,9 +84,16 @@ def dispatched(check: Callable[P, None]) -> Callable[[Callable[P, R]], Callable[
             return in_graph(*args, **kwargs) if _len_torch_dispatch_stack() else kernel(*args, **kwargs)
 
         in_graph = traced(operation, check)
+        _UNCHECKED[operation] = run
         return operation
 
     return decorate
+
+
+def unchecked(operation: Callable[P, R]) -> Callable[P, R]:
+    """A dispatched operation that takes its arguments for right: those that a check has seen before, and gradients,
+    which autograd has held against what they are of."""
+    return cast(Callable[P, R], _UNCHECKED[operation])
 
 
 @functools.cache

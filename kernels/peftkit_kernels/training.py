@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from peftkit_kernels import checks, training_steps
-from peftkit_kernels.dispatch import dispatched
+from peftkit_kernels.dispatch import dispatched, unchecked
 
 rms_norm_forward = dispatched(checks.rms_norm_forward)(training_steps.rms_norm_forward)
 add_rms_norm_forward = dispatched(checks.add_rms_norm_forward)(training_steps.add_rms_norm_forward)
@@ -25,6 +25,9 @@ gated_backward = dispatched(checks.gated_backward)(training_steps.gated_backward
 gated_backward_ = dispatched(checks.gated_backward_)(training_steps.gated_backward_)
 cross_entropy = dispatched(checks.cross_entropy)(training_steps.cross_entropy)
 cross_entropy_grad = dispatched(checks.cross_entropy_grad)(training_steps.cross_entropy_grad)
+
+_rms_norm_backward, _rotate = unchecked(rms_norm_backward), unchecked(rotate)
+_gated_backward, _gated_backward_ = unchecked(gated_backward), unchecked(gated_backward_)
 
 
 def rms_norm_grad(x_NH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -72,7 +75,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_NH: Tensor) -> tuple[Tensor | None, ...]:
-        return rms_norm_backward(dy_NH, *ctx.saved_tensors), None, None
+        return _rms_norm_backward(dy_NH, *ctx.saved_tensors), None, None
 
 
 class _AddRmsNorm(torch.autograd.Function):
@@ -87,7 +90,7 @@ class _AddRmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_NH: Tensor | None, dsum_NH: Tensor | None) -> tuple[Tensor | None, ...]:
         sum_NH, weight_H, scale_N = ctx.saved_tensors
-        dx_NH = dsum_NH if dy_NH is None else rms_norm_backward(dy_NH, sum_NH, weight_H, scale_N, dsum_NH)
+        dx_NH = dsum_NH if dy_NH is None else _rms_norm_backward(dy_NH, sum_NH, weight_H, scale_N, dsum_NH)
         return dx_NH, dx_NH, None, None
 
 
@@ -100,7 +103,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq_NQD: Tensor, dk_NKD: Tensor) -> tuple[Tensor | None, ...]:
-        return *rotate(dq_NQD, dk_NKD, *ctx.saved_tensors, inverse=True), None, None
+        return *_rotate(dq_NQD, dk_NKD, *ctx.saved_tensors, inverse=True), None, None
 
 
 class _Gated(torch.autograd.Function):
@@ -115,9 +118,9 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, dh_NF: Tensor) -> tuple[Tensor | None, ...]:
         gate_NF, up_NF = ctx.saved_tensors
         if not ctx.overwrite:
-            return *gated_backward(dh_NF, gate_NF, up_NF, ctx.activation), None, None
+            return *_gated_backward(dh_NF, gate_NF, up_NF, ctx.activation), None, None
         gate_NF, up_NF = gate_NF.detach(), up_NF.detach()
-        gated_backward_(dh_NF, gate_NF, up_NF, ctx.activation)
+        _gated_backward_(dh_NF, gate_NF, up_NF, ctx.activation)
         increment_version((gate_NF, up_NF))  # a kernel's writes are not seen by autograd
         return gate_NF, up_NF, None, None
 

@@ -20,7 +20,7 @@ def seeded_dropout(x_NI: Tensor, seed: Tensor, share: float) -> Tensor:
     y_NI = torch.empty(x_NI.shape, dtype=x_NI.dtype, device=x_NI.device)
     size = y_NI.numel()
     if size:
-        _dropout[(triton.cdiv(size, _BLOCK),)](
+        _dropout[(-(-size // _BLOCK),)](
             x_NI, seed, y_NI, size, threshold(share), 1.0 / (1.0 - share), BLOCK=_BLOCK, num_warps=4
         )
     return y_NI

@@ -98,10 +98,10 @@ def nf4_dequantize(
     weight_OI = torch.empty(shape, dtype=dtype, device=code_X.device)
     num_elements = weight_OI.numel()
     if num_elements:
-        config = _overridden(Flat) or FLAT
+        config = (_overridden(Flat) if _override else None) or FLAT
         if code_X.numel() % 4 or code_X.storage_offset() % 4:  # codes are read eight at a time
             code_X = F.pad(code_X, (0, -code_X.numel() % 4))
-        _dequantize[(triton.cdiv(num_elements, 8 * config.words),)](
+        _dequantize[(-(-num_elements // (8 * config.words)),)](
             code_X.contiguous().view(torch.int32),
             absmax_B.contiguous(),
             absmax_code.contiguous(),

@@ -106,11 +106,12 @@ def specimens() -> Iterator[Specimen]:
 
 
 def _grid(x_NF: Tensor) -> tuple[int]:
-    return (x_NF.shape[0] * triton.cdiv(x_NF.shape[1], _BLOCK),)
+    num_rows, width = x_NF.shape
+    return (num_rows * -(-width // _BLOCK),)
 
 
 def _rows(x_NF: Tensor) -> Tensor:
     """Two-dimensional with contiguous rows, in place wherever there is a view."""
     if x_NF.stride(-1) != 1:
         x_NF = x_NF.contiguous()
-    return x_NF.flatten(0, -2)
+    return x_NF if x_NF.dim() == 2 else x_NF.flatten(0, -2)

@@ -2,6 +2,7 @@
 # pyright: reportMissingParameterType=false, reportCallIssue=false
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def rms_norm_backward(
     dx_NH = torch.empty_like(x_NH)
     block, rows, num_warps = _config(x_NH.shape[-1], _BACKWARD)
     if num_rows := scale_N.numel():
-        _rms_norm_backward[(triton.cdiv(num_rows, rows),)](
+        _rms_norm_backward[(-(-num_rows // rows),)](
             dy_NH,
             x_NH,
             weight_H,
@@ -60,7 +61,7 @@ def _forward(x_NH: Tensor, residual_NH: Tensor | None, weight_H: Tensor, eps: fl
     scale_N = torch.empty(x_NH.shape[:-1], dtype=torch.float32, device=x_NH.device)
     block, rows, num_warps = _config(x_NH.shape[-1], _FORWARD)
     if num_rows := scale_N.numel():
-        _rms_norm_forward[(triton.cdiv(num_rows, rows),)](
+        _rms_norm_forward[(-(-num_rows // rows),)](
             x_NH,
             x_NH if residual_NH is None else residual_NH.contiguous(),
             weight_H,
@@ -138,6 +139,7 @@ def _specimen(kernel: Any, dtype: str, width: int, values: int, more: dict[str, 
     return Specimen(kernel, signature, constants, num_warps, num_stages=1)
 
 
+@cache
 def _config(width: int, values: int) -> tuple[int, int, int]:
     """Columns and rows of a tile, and warps: one row a program from 2048 columns, several of a narrow one."""
     block = triton.next_power_of_2(width)

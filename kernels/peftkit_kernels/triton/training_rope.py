@@ -1,7 +1,8 @@
 """Rotation of queries and keys for training and its transpose: memory-bound, one launch for both."""
 # pyright: reportMissingParameterType=false, reportCallIssue=false
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def rotate(
     num_rows, num_q, head_size = q_NQD.shape
     constants = _constants(num_q, k_NKD.shape[1], head_size, inverse)
     if num_rows:
-        _rotate[(triton.cdiv(num_rows, _ROWS) * (constants["Q_BLOCKS"] + constants["K_BLOCKS"]),)](
+        _rotate[(-(-num_rows // _ROWS) * (constants["Q_BLOCKS"] + constants["K_BLOCKS"]),)](
             q_NQD,
             k_NKD,
             cos_ND.contiguous(),
@@ -100,7 +101,8 @@ def specimens() -> Iterator[Specimen]:
         yield Specimen(_rotate, signature, constants, _NUM_WARPS, num_stages=1)
 
 
-def _constants(num_q: int, num_k: int, head_size: int, inverse: bool) -> dict[str, Any]:
+@cache
+def _constants(num_q: int, num_k: int, head_size: int, inverse: bool) -> Mapping[str, Any]:
     return {
         "NUM_Q": num_q,
         "NUM_K": num_k,
