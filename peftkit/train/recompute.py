@@ -28,10 +28,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from peftkit.errors import RecipeError
+from peftkit.methods import attached
 
 Level = Literal["none", "selective", "full", "offload"]
-
-_checkpoint = partial(checkpoint, use_reentrant=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +53,14 @@ def set_recompute(model: PreTrainedModel, recompute: Recompute) -> None:
     layers = decoder_layers(model)
     if recompute.level != "none" and not (model.supports_gradient_checkpointing and layers):
         raise RecipeError("train.gradient_checkpointing: this base doesn't support it: set it to false")
-    runs = _runs(recompute.level, model.device)
+    # a layer that draws nothing needs no generator's state, which takes the host longer than some kernels the GPU
+    twice: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=_draws(model))
+    runs = last = partial(twice, context_fn=_keeping) if recompute.level == "selective" else twice
+    if recompute.level == "offload" and model.device.type == "cuda":
+        runs = _Offload(twice)  # not of the last layer, whose input would come back as soon as it has left
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = recompute.level != "none" and index < len(layers) - recompute.whole
-        # the last layer's input would come back as soon as it has left
-        layer._gradient_checkpointing_func = _checkpoint if layer is layers[-1] and runs is not _KEEPING else runs
+        layer._gradient_checkpointing_func = last if layer is layers[-1] else runs
 
 
 def decoder_layers(model: PreTrainedModel) -> list[Any]:
@@ -66,11 +68,11 @@ def decoder_layers(model: PreTrainedModel) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def _runs(level: Level, device: torch.device) -> Callable[..., Any]:
-    """What computes a layer, twice, at a level."""
-    if level == "selective":
-        return _KEEPING
-    return _Offload() if level == "offload" and device.type == "cuda" else _checkpoint
+def _draws(model: PreTrainedModel) -> bool:
+    """Whether a layer draws random numbers: dropout of the adapter or of the base."""
+    dropouts = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+    settings = [getattr(method.config, "dropout", 0.0) for method in attached(model)]
+    return any((getattr(model.config, "attention_dropout", 0.0), *dropouts, *settings))
 
 
 # selective -----------------------------------------------------------------------------------------------------------
@@ -122,9 +124,6 @@ def _keeping() -> tuple[_Keep, _Give]:
     return _Keep(kept), _Give(kept)
 
 
-_KEEPING = partial(_checkpoint, context_fn=_keeping)
-
-
 # offload -------------------------------------------------------------------------------------------------------------
 
 _LEAST_BYTES = 1 << 20
@@ -152,7 +151,8 @@ class _Parked:
 class _Offload:
     """Computes layers as `full` does, with their inputs on the host in between."""
 
-    def __init__(self) -> None:
+    def __init__(self, twice: Callable[..., Any]) -> None:
+        self._twice = twice
         self._pool: list[Tensor] = []
         """Pinned memory that is free, as bytes: as many pieces as there are layers, each as large as a step needed."""
         self._stream: torch.cuda.Stream | None = None
@@ -161,7 +161,7 @@ class _Offload:
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         with saved_tensors_hooks(self._park, self._fetch):  # which see the layer's inputs alone
-            return _checkpoint(function, *args)
+            return self._twice(function, *args)
 
     def _park(self, tensor: Tensor) -> Any:
         if tensor.device.type != "cuda" or tensor.nbytes < _LEAST_BYTES or isinstance(tensor, nn.Parameter):
