@@ -11,7 +11,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 _GROUPS = (
-    ("attention", r"flash|fmha|attention|attn|sdpa|mem_eff|softmax_warp"),
+    ("attention", r"flash|fmha|attention|attn|sdpa|mem_eff|softmax_warp|cudnn::fusion|dot_do_o"),
     ("dequantise", r"dequant|nf4"),
     ("optimiser", r"optimizer|adam|multi_tensor|foreach|lpnorm|percentile|clip"),
     ("loss", r"softmax|nll|cross_entropy|logsumexp"),

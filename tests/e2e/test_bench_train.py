@@ -125,6 +125,7 @@ def test_figures_stand_beside_the_peers_of_the_same_step(tmp_path: Path) -> None
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "GEMM"),
         ("void cutlass::device_kernel<flash::FlashAttnFwdSm90<Copy_Atom>>", "attention"),
         ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>", "attention"),
+        ("void cudnn::fusion::compute_dot_do_o_specialized<true, 128>(void const*)", "attention"),
         ("void kDequantizeBlockwise<__nv_bfloat16, 512, 64, 8, 2>(float*)", "dequantise"),
         ("void kOptimizerStatic8bit2StateBlockwise<float, 0, 256, 1>", "optimiser"),
         ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>", "copies"),
