@@ -31,6 +31,9 @@ _GAUGES = {
     "weight_bytes": "Bytes of the base's weights.",
     "kv_bytes": "Bytes of KV memory.",
     "adapter_bytes": "Bytes of adapter memory in use.",
+    "adapter_capacity_bytes": "Bytes of adapter memory.",
+    "step_bytes": "Bytes that the largest step takes beside.",
+    "graph_bytes": "Bytes that captured decode steps take.",
 }
 _COUNTERS = {
     "steps": "Engine steps.",
