@@ -10,6 +10,11 @@ from torch import Tensor
 from peftkit.base.folder import stored_tensors
 from peftkit.errors import BaseModelError, InputError
 from peftkit_kernels import nf4_dequantize
+from peftkit_kernels.dispatch import unchecked
+
+_nf4_dequantize = unchecked(nf4_dequantize)
+
+_Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[int, int]]
 
 
 def dequantized(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -25,12 +30,53 @@ def dequantized(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         raise InputError("the 4-bit weights were repacked by a forward pass on this CPU: load the base afresh")
     wanted: torch.dtype = dtype or state.dtype
     if weight.is_cuda and _known(state):
-        code_X = weight.detach().as_subclass(Tensor).view(torch.uint8).view(-1)
-        scales = (state.absmax, state.state2.code, state.state2.absmax, state.offset.reshape(()))
-        return nf4_dequantize(code_X, *scales, tuple(state.shape), wanted)
+        return nf4_dequantize(*_arguments(weight, state), wanted)
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(weight.data, state).to(wanted)
+
+
+class Reader:
+    """Dequantises one weight again and again, with the same checks made and the same views taken once.
+
+    They are made and taken anew when any tensor of the weight has moved.
+    """
+
+    __slots__ = ("_arguments", "_places", "_state", "weight")
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+        self._arguments: _Arguments | None = None
+        self._state: Any = None
+        self._places: tuple[int, ...] = ()
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """See `dequantized`; for a weight that isn't in 4 bits and has the dtype it is the weight itself."""
+        weight = self.weight
+        state = getattr(weight, "quant_state", None)
+        if state is None:
+            return weight if weight.dtype == dtype else weight.detach().to(dtype)
+        if self._arguments is not None and state is self._state and _places(weight, state) == self._places:
+            return _nf4_dequantize(*self._arguments, dtype)
+        self._arguments = None
+        if weight.is_cuda and _known(state):
+            arguments = _arguments(weight, state)
+            if type(arguments[0]) is Tensor:  # not those of a rehearsal, which have no data
+                self._arguments, self._state, self._places = arguments, state, _places(weight, state)
+        return dequantized(weight, dtype)
+
+
+def _arguments(weight: Tensor, state: Any) -> _Arguments:
+    """Those of `nf4_dequantize` but for the dtype."""
+    code_X = weight.detach().as_subclass(Tensor).view(torch.uint8).view(-1)
+    nested = state.state2
+    return code_X, state.absmax, nested.code, nested.absmax, state.offset.reshape(()), tuple(state.shape)
+
+
+def _places(weight: Tensor, state: Any) -> tuple[int, ...]:
+    nested = state.state2
+    tensors = (weight, state.absmax, nested.code, nested.absmax, state.offset)
+    return tuple([tensor.data_ptr() for tensor in tensors])
 
 
 def _known(state: Any) -> bool:

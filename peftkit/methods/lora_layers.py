@@ -160,13 +160,21 @@ class LoraLinear(LoraLayer):
     base_layer: nn.Linear
     fused = False
     """Whether it runs as one step of autograd (`lora_linear.py`) where it can."""
+    _projection: Projection
+    _made_of: Sequence[float] = ()
 
     def dense(self) -> Tensor:
         return dequantized(self.weight)
 
     def projection(self) -> Projection:
-        """The layer as a member of a group."""
-        return Projection(self.weight, self.base_layer.bias, self.update())
+        """The layer as a member of a group; the same one as long as it is made of the same."""
+        tensors = (self._parameters, self._buffers, self.base_layer._parameters)
+        # all of which are held by it, so that none of the numbers is given a second time
+        made_of: list[float] = [id(tensor) for named in tensors for tensor in named.values()]
+        made_of += len(self.lora_A), self.scale, self.dropout if self.training else 0.0
+        if made_of != self._made_of:
+            self._projection, self._made_of = Projection(self.weight, self.base_layer.bias, self.update()), made_of
+        return self._projection
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fused and fits(self.base_layer, x):

@@ -21,14 +21,14 @@ N rows, I inputs, O outputs, R rank, S the sum of the ranks.
 # pyright: reportIncompatibleMethodOverride=false
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from peftkit.methods.frozen import dequantized
+from peftkit.methods.frozen import Reader
 from peftkit_kernels.dropout import seeded_dropout
 
 SMALLEST_NORM = 1e-18
@@ -76,28 +76,30 @@ class Update:
         norm_O = self.square_O + 2 * self.scale * cross_O + self.scale**2 * update_O
         return norm_O.clamp(min=SMALLEST_NORM**2).sqrt()
 
-    def parameters(self) -> tuple[nn.Parameter | None, ...]:
-        """All that may be trained, in one order whatever there is."""
-        return self.A_RI, self.B_OR, self.bias_O, self.magnitude_O
+    def parameters(self) -> list[nn.Parameter]:
+        """All that may be trained."""
+        return [one for one in (self.A_RI, self.B_OR, self.bias_O, self.magnitude_O) if one is not None]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Projection:
     """A frozen linear layer with a weight (O, I), in NF4 or not, and its update."""
 
     weight: Tensor
     bias_O: Tensor | None = None
     update: Update | None = None
+    outputs: int = field(init=False)
+    """O."""
+    is_dora: bool = field(init=False)
+    """Whether its outputs are scaled by learnt magnitudes."""
+    reader: Reader = field(init=False)
+    group: "Group | None" = field(init=False, default=None)
+    """The last one that it was the first of."""
 
-    @property
-    def outputs(self) -> int:
-        """O."""
-        return int(getattr(self.weight, "quant_state", self.weight).shape[0])
-
-    @property
-    def is_dora(self) -> bool:
-        """Whether its outputs are scaled by learnt magnitudes."""
-        return self.update is not None and self.update.magnitude_O is not None
+    def __post_init__(self) -> None:
+        self.outputs = int(getattr(self.weight, "quant_state", self.weight).shape[0])
+        self.is_dora = self.update is not None and self.update.magnitude_O is not None
+        self.reader = Reader(self.weight)
 
     def multiply(self, x_NI: Tensor, y_NO: Tensor) -> None:
         """Adds x Wᵀ to y, which is there, or without an update writes x Wᵀ + b over what is there."""
@@ -111,7 +113,7 @@ class Projection:
 
     def dense(self, dtype: torch.dtype, c_O: Tensor | None = None) -> Tensor:
         """c ∘ W (O, I) in `dtype`."""
-        weight_OI = dequantized(self.weight, dtype)
+        weight_OI = self.reader.dense(dtype)
         return weight_OI if c_O is None else self.scaled(weight_OI, c_O)
 
     def scaled(self, weight_OI: Tensor, c_O: Tensor) -> Tensor:
@@ -121,12 +123,76 @@ class Projection:
         return weight_OI.mul_(c_O.unsqueeze(1))
 
 
+class Group:
+    """What is the same at every call of projections that share an input; the first of them keeps it."""
+
+    __slots__ = ("others", "parameters", "ranks", "scale", "scales", "shapes", "share", "size", "updates")
+
+    def __init__(self, projections: tuple[Projection, ...]) -> None:
+        self.others = projections[1:]  # without the first, so that neither keeps the other alive
+        self.updates = updates = [one.update for one in projections if one.update]
+        self.parameters = [parameter for update in updates for parameter in update.parameters()]
+        self.ranks = [update.rank for update in updates]
+        self.share = max((update.dropout for update in updates), default=0.0)
+        self.scales = [update.scale for update in updates]
+        self.scale = self.scales[0] if len(set(self.scales)) == 1 else None
+        """That of all, if it is one."""
+        wide = [(rank, update.A_RI.shape[1]) for rank, update in zip(self.ranks, updates, strict=True)]
+        tall = [(len(update.B_OR), rank) for rank, update in zip(self.ranks, updates, strict=True)]
+        self.shapes: list[tuple[tuple[int, int], tuple[int, int], int]] = []
+        """Shape, strides and place in one flat tensor of each A, then of each B."""
+        self.size = 0
+        for rows, columns in wide + tall:
+            self.shapes.append(((rows, columns), (columns, 1), self.size))
+            self.size += rows * columns
+
+    @staticmethod
+    def of(projections: tuple[Projection, ...]) -> "Group":
+        """The group of projections, which is known if they met last time."""
+        known = projections[0].group
+        if known is not None and len(known.others) == len(projections) - 1:
+            if all([one is other for one, other in zip(known.others, projections[1:], strict=True)]):
+                return known
+        projections[0].group = known = Group(projections)
+        return known
+
+    def cast(self, x_NI: Tensor) -> Tensor:
+        """All A and B in x's dtype, flat."""
+        factors = [update.factors() for update in self.updates]
+        flat = torch.empty(self.size, dtype=x_NI.dtype, device=x_NI.device)
+        views = [flat.as_strided(*shape) for shape in self.shapes]
+        torch._foreach_copy_(views, [A_RI for A_RI, _ in factors] + [B_OR for _, B_OR in factors])  # one launch
+        return flat
+
+    def rows(self, flat: Tensor) -> Tensor:
+        """The rows of all A (S, I) of what `cast` gave."""
+        inputs = self.shapes[0][0][1]
+        return flat.as_strided((sum(self.ranks), inputs), (inputs, 1), 0)
+
+    def columns(self, flat: Tensor) -> list[Tensor]:
+        """Each B (O, R) of it."""
+        return [flat.as_strided(*shape) for shape in self.shapes[len(self.ranks) :]]
+
+    def scaled(self, tensor_NS: Tensor) -> Tensor:
+        """The tensor, whose columns are multiplied in place by their updates' s."""
+        if self.scale is None:
+            for tensor_NR, scale in zip(self.split(tensor_NS, 1), self.scales, strict=True):
+                tensor_NR.mul_(scale)
+        elif self.scale != 1.0:
+            tensor_NS.mul_(self.scale)
+        return tensor_NS
+
+    def split(self, tensor: Tensor, dim: int = 0) -> Sequence[Tensor]:
+        """The share of each update in S rows or columns."""
+        return (tensor,) if len(self.ranks) == 1 else tensor.split_with_sizes(self.ranks, dim)
+
+
 def fits(layer: nn.Module, x: Tensor) -> bool:
     """Whether `project` does a frozen layer's work on x (…, I), and at least as fast as the layer itself.
 
     Few rows without a gradient, as in generation, are left to kernels that don't dequantise a whole weight for them.
     """
-    few = x.numel() < _FEWEST_ROWS * x.shape[-1] and not torch.is_grad_enabled()
+    few = not torch.is_grad_enabled() and x.numel() < _FEWEST_ROWS * x.shape[-1]
     return not few and why_not(layer, x.dtype) is None
 
 
@@ -134,6 +200,10 @@ def why_not(layer: nn.Module, dtype: torch.dtype) -> str | None:
     """What of a layer keeps `project` from doing its work on inputs of a dtype, if anything does."""
     if has_hooks(layer):
         return "with a hook"
+    if type(layer) is nn.Linear:  # the short way for the most
+        weight = layer._parameters["weight"]
+        if weight is not None and weight.dtype == dtype and not weight.requires_grad:
+            return None
     state = getattr(layer, "quant_state", None)
     if not isinstance(layer, nn.Linear) or (state is None and type(layer) is not nn.Linear):
         return f"of {type(layer).__name__}"
@@ -156,79 +226,92 @@ def project(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:
 
     Gradients reach x and what the updates train. The updates of a group drop the same share, and the same inputs.
     """
-    parameters = [parameter for one in projections if one.update for parameter in one.update.parameters()]
-    x_NI = x.reshape(-1, x.shape[-1])
-    ys = _Group.apply(x_NI, tuple(projections), *parameters)
+    members = tuple(projections)
+    group, products = Group.of(members), list[tuple[Projection, Tensor, Tensor]]()
+    if x.dim() != 2 and not x.is_contiguous():
+        x = x.contiguous()
+    ys = _Grouped.apply(x, members, group, products, *group.parameters)
     with torch.no_grad():
-        for one, y_NO in zip(projections, ys, strict=True):
-            if not one.is_dora:
-                one.multiply(x_NI, y_NO.detach())
-    return tuple(y_NO.view(*x.shape[:-1], y_NO.shape[1]) for y_NO in ys)
+        for one, x_NI, y_NO in products:
+            one.multiply(x_NI, y_NO)
+    return ys
 
 
-class _Group(torch.autograd.Function):
-    """x (N, I), the projections, then `Update.parameters` of each update → what the updates give to each y (N, O).
+class _Grouped(torch.autograd.Function):
+    """x (…, I), projections, their group, a list, then `Group.parameters` → what the updates give to each y (…, O).
 
-    `project` adds the product with the weight, except for DoRA; the gradients are those of the whole.
+    Puts the products with a weight that are to be added yet into the list; for DoRA there is none. The gradients are
+    those of the whole.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x_NI: Tensor, projections: tuple[Projection, ...], *parameters: nn.Parameter | None
+        ctx: Any,
+        x: Tensor,
+        projections: tuple[Projection, ...],
+        group: Group,
+        products: list[tuple[Projection, Tensor, Tensor]],
+        *parameters: nn.Parameter,
     ) -> tuple[Tensor, ...]:
-        updates = [one.update for one in projections if one.update]
-        ctx.projections, ctx.updates = projections, updates
-        ctx.share = max((update.dropout for update in updates), default=0.0)
-        seed = torch.randint(2**62, (), device=x_NI.device) if ctx.share else None
-        A_SI, Bs = _cast(updates, x_NI)
-        h_NS = _scaled(_dropped(x_NI, seed, ctx.share) @ A_SI.T, updates)
-        low = zip(_by_rank(A_SI, updates), _by_rank(h_NS, updates, 1), Bs, strict=True)
-        ys, cs, kept = list[Tensor](), list[Tensor | None](), list[Tensor | None]()
+        ctx.projections, ctx.group = projections, group
+        x_NI = _matrix(x)
+        seed = flat = h_NS = None
+        parts = iter(())
+        if group.updates:
+            seed = torch.randint(2**62, (), device=x.device) if group.share else None
+            flat = group.cast(x_NI)
+            A_SI = group.rows(flat)
+            h_NS = group.scaled(_dropped(x_NI, seed, group.share) @ A_SI.T)
+            parts = zip(group.split(A_SI), group.split(h_NS, 1), group.columns(flat), strict=True)
+        ys, doras = list[Tensor](), list[Tensor]()
         for one in projections:
-            if one.update is None:
-                ys.append(x_NI.new_empty(len(x_NI), one.outputs))
-                continue
-            y_NO, c_O = _adapted(x_NI, one, one.update, *next(low))
-            ys.append(y_NO)
-            cs.append(c_O)
-            kept.append(None if c_O is None else y_NO)
-        trains = any(ctx.needs_input_grad[2:])
-        ctx.save_for_backward(x_NI if trains else None, h_NS if trains else None, seed, A_SI, *Bs, *cs, *kept)
+            y = torch.empty((*x.shape[:-1], one.outputs), dtype=x.dtype, device=x.device)
+            ys.append(y)
+            y_NO = _matrix(y)
+            c_O = None if one.update is None else _adapt(y_NO, x_NI, one, one.update, *next(parts))
+            if c_O is None:
+                products.append((one, x_NI, y_NO))
+            else:
+                doras += c_O, y
+        trains = any(ctx.needs_input_grad[4:])
+        ctx.save_for_backward(flat, seed, x if trains else None, h_NS if trains else None, *doras)
         return tuple(ys)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        x_NI, h_NS, seed, A_SI, *rest = ctx.saved_tensors
-        updates, num = ctx.updates, len(ctx.updates)
-        Bs, cs, kept = rest[:num], rest[num : 2 * num], rest[2 * num :]
-        outer = [dy_NO for one, dy_NO in zip(ctx.projections, dys, strict=True) if one.update]
-        g_NS = dys[0].new_empty(len(dys[0]), len(A_SI))
-        for g_NR, dy_NO, B_OR in zip(_by_rank(g_NS, updates, 1), outer, Bs, strict=True):
-            torch.mm(dy_NO, B_OR, out=g_NR)
-        _scaled(g_NS, updates)
-        grads: list[Tensor | None] = [None] * (4 * num)
-        if x_NI is not None:
-            dA_SI = _summed(g_NS.T, _dropped(x_NI, seed, ctx.share))
-            layers = [one for one in ctx.projections if one.update]
-            low = zip(layers, outer, _by_rank(h_NS, updates, 1), _by_rank(dA_SI, updates), cs, kept, strict=True)
-            grads = [grad for one in low for grad in _gradients(*one)]
-        del x_NI, h_NS  # dx may take their room
-        dx_NI = None
-        if ctx.needs_input_grad[0]:
-            dx_NI = _dropped(g_NS @ A_SI, seed, ctx.share) if num else None
-            factors = iter(cs)
-            for one, dy_NO in zip(ctx.projections, dys, strict=True):
-                weight_OI = one.dense(dy_NO.dtype, next(factors) if one.update else None)
-                dx_NI = dy_NO @ weight_OI if dx_NI is None else dx_NI.addmm_(dy_NO, weight_OI)
-                del weight_OI
-        return dx_NI, None, *grads
+        flat, seed, x, h_NS, *doras = ctx.saved_tensors
+        group: Group = ctx.group
+        members = list(zip(ctx.projections, [_matrix(dy) for dy in dys], strict=True))
+        grads, dx_NI = [None] * len(group.parameters), None
+        if flat is not None:
+            outer = [dy_NO for one, dy_NO in members if one.update]
+            g_NS = torch.empty((len(outer[0]), sum(group.ranks)), dtype=flat.dtype, device=flat.device)
+            for g_NR, dy_NO, B_OR in zip(group.split(g_NS, 1), outer, group.columns(flat), strict=True):
+                torch.mm(dy_NO, B_OR, out=g_NR)
+            group.scaled(g_NS)
+            if x is not None:
+                dA_SI = _summed(g_NS.T, _dropped(_matrix(x), seed, group.share))
+                grads = _gradients(ctx.projections, group, outer, group.split(h_NS, 1), group.split(dA_SI), doras)
+            del x, h_NS  # dx may take their room
+            if ctx.needs_input_grad[0]:
+                dx_NI = _dropped(g_NS @ group.rows(flat), seed, group.share)
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None, *grads
+        cs = iter(doras[::2])
+        for one, dy_NO in members:
+            weight_OI = one.dense(dy_NO.dtype, next(cs) if one.is_dora else None)
+            dx_NI = dy_NO @ weight_OI if dx_NI is None else dx_NI.addmm_(dy_NO, weight_OI)
+            del weight_OI
+        assert dx_NI is not None
+        dx = dx_NI if dys[0].dim() == 2 else dx_NI.view(*dys[0].shape[:-1], dx_NI.shape[1])
+        return dx, None, None, None, *grads
 
 
-def _adapted(
-    x_NI: Tensor, one: Projection, update: Update, A_RI: Tensor, h_NR: Tensor, B_OR: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """y (N, O) but for the weight's share. For DoRA all of y, and c (O,), which is put into B too."""
+def _adapt(
+    y_NO: Tensor, x_NI: Tensor, one: Projection, update: Update, A_RI: Tensor, h_NR: Tensor, B_OR: Tensor
+) -> Tensor | None:
+    """Writes y but for the weight's share. For DoRA all of y; gives c (O,), which is put into B too."""
     bias_O = one.bias_O
     if update.bias_O is not None:
         own_O = update.bias_O * update.scale
@@ -239,62 +322,48 @@ def _adapted(
         c_O = update.magnitude_O / update.row_norms(weight_OI @ A_RI.T)
         weight_OI = one.scaled(weight_OI, c_O)
         B_OR.mul_(c_O.unsqueeze(1))
-    y_NO = h_NR @ B_OR.T if bias_O is None else torch.addmm(bias_O, h_NR, B_OR.T)
-    return y_NO if weight_OI is None else y_NO.addmm_(x_NI, weight_OI.T), c_O
+    if bias_O is None:
+        torch.mm(h_NR, B_OR.T, out=y_NO)
+    else:
+        torch.addmm(bias_O, h_NR, B_OR.T, out=y_NO)
+    if weight_OI is not None:
+        y_NO.addmm_(x_NI, weight_OI.T)
+    return c_O
 
 
 def _gradients(
-    one: Projection, dy_NO: Tensor, h_NR: Tensor, dA_RI: Tensor, c_O: Tensor | None, y_NO: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """Those of `Update.parameters`."""
-    update = one.update
-    assert update is not None
-    R = len(update.A_RI)
-    dB_OR = _summed(dy_NO.T, h_NR[:, :R])
-    dA_RI = dA_RI if len(dA_RI) == R else dA_RI[:R].clone()
-    dbias_O = dmagnitude_O = None
-    if update.bias_O is not None:
-        dbias_O = dy_NO.sum(0, dtype=dB_OR.dtype) * update.scale
-    if c_O is not None and y_NO is not None and update.magnitude_O is not None:
-        dB_OR.mul_(c_O.unsqueeze(1))
-        # Σ dy ∘ z / ‖…‖ where y = c ∘ z + b; a weight's row of zeros, whose m is zero, keeps it
-        outer_O = (dy_NO * y_NO).sum(0, dtype=dB_OR.dtype)
-        if one.bias_O is not None:
-            outer_O -= one.bias_O * dy_NO.sum(0, dtype=dB_OR.dtype)
-        dmagnitude_O = torch.where(update.magnitude_O == 0, 0.0, outer_O / update.magnitude_O)
-    return tuple(
-        None if grad is None or parameter is None else grad.to(parameter.dtype)
-        for grad, parameter in zip((dA_RI, dB_OR, dbias_O, dmagnitude_O), update.parameters(), strict=True)
-    )
+    projections: Sequence[Projection],
+    group: Group,
+    outer: Sequence[Tensor],
+    hs: Sequence[Tensor],
+    dAs: Sequence[Tensor],
+    doras: Sequence[Tensor],
+) -> list[Tensor]:
+    """Those of `Group.parameters`."""
+    grads, scaled = list[Tensor](), iter(doras)
+    for one, dy_NO, h_NR, dA_RI in zip([one for one in projections if one.update], outer, hs, dAs, strict=True):
+        update = one.update
+        assert update is not None
+        R = len(update.A_RI)
+        dB_OR = _summed(dy_NO.T, h_NR if h_NR.shape[1] == R else h_NR[:, :R])
+        own = [dA_RI if len(dA_RI) == R else dA_RI[:R].clone(), dB_OR]
+        if update.bias_O is not None:
+            own.append(dy_NO.sum(0, dtype=dB_OR.dtype) * update.scale)
+        if update.magnitude_O is not None:
+            c_O, y_NO = next(scaled), _matrix(next(scaled))
+            dB_OR.mul_(c_O.unsqueeze(1))
+            # Σ dy ∘ z / ‖…‖ where y = c ∘ z + b; a weight's row of zeros, whose m is zero, keeps it
+            outer_O = (dy_NO * y_NO).sum(0, dtype=dB_OR.dtype)
+            if one.bias_O is not None:
+                outer_O -= one.bias_O * dy_NO.sum(0, dtype=dB_OR.dtype)
+            own.append(torch.where(update.magnitude_O == 0, 0.0, outer_O / update.magnitude_O))
+        grads += own
+    both = zip(grads, group.parameters, strict=True)
+    return [grad if grad.dtype == parameter.dtype else grad.to(parameter.dtype) for grad, parameter in both]
 
 
-def _cast(updates: Sequence[Update], x_NI: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The rows of all A (S, I), and B (O, R) of each update, in x's dtype."""
-    factors = [update.factors() for update in updates]
-    sources = [*(A_RI for A_RI, _ in factors), *(B_OR for _, B_OR in factors)]
-    flat = x_NI.new_empty(sum(source.numel() for source in sources))
-    pieces = flat.split([source.numel() for source in sources]) if sources else ()
-    views = [piece.view(source.shape) for piece, source in zip(pieces, sources, strict=True)]
-    if views:
-        torch._foreach_copy_(views, sources)  # one launch
-    S = sum(update.rank for update in updates)
-    return flat[: S * x_NI.shape[1]].view(S, x_NI.shape[1]), views[len(updates) :]
-
-
-def _scaled(tensor_NS: Tensor, updates: Sequence[Update]) -> Tensor:
-    """The tensor, whose columns are multiplied in place by their updates' s."""
-    scales = {update.scale for update in updates}
-    if len(scales) > 1:
-        for tensor_NR, update in zip(_by_rank(tensor_NS, updates, 1), updates, strict=True):
-            tensor_NR.mul_(update.scale)
-    elif scales != {1.0} and scales:
-        tensor_NS.mul_(scales.pop())
-    return tensor_NS
-
-
-def _by_rank(tensor: Tensor, updates: Sequence[Update], dim: int = 0) -> tuple[Tensor, ...]:
-    """The share of each update in S rows or columns."""
-    return tensor.split([update.rank for update in updates], dim) if updates else ()
+def _matrix(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
 def _dropped(x_NI: Tensor, seed: Tensor | None, share: float) -> Tensor:
