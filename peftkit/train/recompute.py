@@ -12,7 +12,8 @@ neither losses nor gradients.
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal
@@ -23,12 +24,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from peftkit.errors import RecipeError
-from peftkit.methods import attached
 
 Level = Literal["none", "selective", "full", "offload"]
 
@@ -53,11 +52,10 @@ def set_recompute(model: PreTrainedModel, recompute: Recompute) -> None:
     layers = decoder_layers(model)
     if recompute.level != "none" and not (model.supports_gradient_checkpointing and layers):
         raise RecipeError("train.gradient_checkpointing: this base doesn't support it: set it to false")
-    # a layer that draws nothing needs no generator's state, which takes the host longer than some kernels the GPU
-    twice: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=_draws(model))
-    runs = last = partial(twice, context_fn=_keeping) if recompute.level == "selective" else twice
+    runs: Callable[..., Any] = partial(run_twice, modes=_keeping) if recompute.level == "selective" else run_twice
+    last = runs
     if recompute.level == "offload" and model.device.type == "cuda":
-        runs = _Offload(twice)  # not of the last layer, whose input would come back as soon as it has left
+        runs = _Offload()  # not of the last layer, whose input would come back as soon as it has left
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = recompute.level != "none" and index < len(layers) - recompute.whole
         layer._gradient_checkpointing_func = last if layer is layers[-1] else runs
@@ -68,11 +66,124 @@ def decoder_layers(model: PreTrainedModel) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def _draws(model: PreTrainedModel) -> bool:
-    """Whether a layer draws random numbers: dropout of the adapter or of the base."""
-    dropouts = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
-    settings = [getattr(method.config, "dropout", 0.0) for method in attached(model)]
-    return any((getattr(model.config, "attention_dropout", 0.0), *dropouts, *settings))
+# full ----------------------------------------------------------------------------------------------------------------
+
+_Modes = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def run_twice(
+    function: Callable[..., Any], *args: Any, modes: Callable[[], _Modes] = lambda: (nullcontext(), nullcontext())
+) -> Any:
+    """function(*args), which is called again when backward asks for what it saved; `modes` go round either call.
+
+    What torch.utils.checkpoint does without re-entering backward, in a fraction of its Python: the second call ends as
+    soon as it has saved all that the first one did, and draws the same random numbers. A layer that saves something
+    else the second time raises RuntimeError.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args)
+    first, second = modes()
+    again = _Again(function, args, second)
+    before = again.generators()
+    with saved_tensors_hooks(again.note, again.give), first:
+        out = function(*args)
+    again.drew(before)
+    return out
+
+
+class _Enough(Exception):
+    """All that backward needs is there."""
+
+
+class _Again:
+    """The second call of a layer."""
+
+    def __init__(self, function: Callable[..., Any], args: Sequence[Any], mode: AbstractContextManager[Any]) -> None:
+        self._function, self._mode = function, mode
+        self._args = [None if isinstance(value, Tensor) else value for value in args]
+        self._places = [place for place, value in enumerate(args) if isinstance(value, Tensor)]
+        # saved as autograd saves them: hooks see them, and a change in place is found out
+        anchor = torch.empty(0, requires_grad=True)
+        self._inputs: Any = _Inputs.apply(anchor, *[args[place] for place in self._places]).grad_fn
+        tensors = [args[place] for place in self._places]
+        indices = {tensor.device.index for tensor in tensors if tensor.device.type == "cuda"}
+        self._generators: list[torch.Generator] = []
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):  # a rehearsal has no numbers
+            self._generators = [torch.default_generator, *[torch.cuda.default_generators[one] for one in indices]]
+        self._states: list[Tensor] | None = None
+        """Of the generators before the first call, if it drew any number."""
+        self._kinds: list[tuple[torch.Size, torch.dtype]] = []
+        """Of each tensor that the first call saved."""
+        self._saved: list[Tensor | None] = []
+
+    def generators(self) -> list[Tensor]:
+        """Their states."""
+        return [generator.get_state() for generator in self._generators]
+
+    def drew(self, before: list[Tensor]) -> None:
+        """Keeps the states that the generators had, if they have others now."""
+        after = self.generators()
+        if any(bytes(one.numpy()) != bytes(other.numpy()) for one, other in zip(before, after, strict=True)):
+            self._states = before
+
+    def note(self, tensor: Tensor) -> int:
+        """Takes a tensor that the first call saves; gives its number."""
+        self._kinds.append((tensor.shape, tensor.dtype))
+        return len(self._kinds) - 1
+
+    def give(self, number: int) -> Tensor:
+        """The tensor of a number, as the second call saved it. Each is given once, or else is made again."""
+        if not self._saved or self._saved[number] is None:
+            self._run()
+        tensor, self._saved[number] = self._saved[number], None
+        assert tensor is not None
+        return tensor
+
+    def _run(self) -> None:
+        args = list(self._args)
+        for place, tensor in zip(self._places, self._inputs.saved_tensors, strict=True):
+            args[place] = tensor
+        self._saved = []
+        now = self.generators() if self._states else []
+        try:
+            self._set(self._states or [])
+            with saved_tensors_hooks(self._keep, _same), torch.enable_grad(), self._mode:
+                self._function(*args)
+        except _Enough:
+            return
+        finally:
+            self._set(now)
+        raise RuntimeError(f"a layer saves {len(self._saved)} tensors when computed again, not {len(self._kinds)}")
+
+    def _set(self, states: list[Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=False):
+            generator.set_state(state)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        shape, dtype = self._kinds[len(self._saved)]
+        if tensor.shape != shape or tensor.dtype != dtype:
+            raise RuntimeError(
+                f"a layer saves {tensor.dtype} {[*tensor.shape]} when computed again, not {dtype} {[*shape]}"
+            )
+        if tensor.requires_grad:
+            tensor = tensor.detach()  # or what a node gives, and saves, would hold the node
+        self._saved.append(tensor)
+        if len(self._saved) == len(self._kinds):
+            raise _Enough
+        return tensor
+
+
+class _Inputs(torch.autograd.Function):
+    """Saves tensors, under a node of its own that no backward pass comes to."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty(0)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 # selective -----------------------------------------------------------------------------------------------------------
@@ -151,8 +262,7 @@ class _Parked:
 class _Offload:
     """Computes layers as `full` does, with their inputs on the host in between."""
 
-    def __init__(self, twice: Callable[..., Any]) -> None:
-        self._twice = twice
+    def __init__(self) -> None:
         self._pool: list[Tensor] = []
         """Pinned memory that is free, as bytes: as many pieces as there are layers, each as large as a step needed."""
         self._stream: torch.cuda.Stream | None = None
@@ -161,7 +271,7 @@ class _Offload:
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         with saved_tensors_hooks(self._park, self._fetch):  # which see the layer's inputs alone
-            return self._twice(function, *args)
+            return run_twice(function, *args)
 
     def _park(self, tensor: Tensor) -> Any:
         if tensor.device.type != "cuda" or tensor.nbytes < _LEAST_BYTES or isinstance(tensor, nn.Parameter):

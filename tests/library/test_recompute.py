@@ -1,5 +1,7 @@
 """What is computed a second time: the same losses and gradients at every level, and the level that fits."""
 
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +23,7 @@ from peftkit.train import dry_run, train
 from peftkit.train.fit import choose_recompute, estimate
 from peftkit.train.loop import accumulate_gradients
 from peftkit.train.prepare import Prepared, prepare
-from peftkit.train.recompute import Recompute, decoder_layers, set_recompute
+from peftkit.train.recompute import Recompute, decoder_layers, run_twice, set_recompute
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -87,6 +89,60 @@ def test_no_level_changes_a_bit_of_loss_or_gradients(seed: int, name: str, packe
         again, others = step(model, rows)
         assert again == loss, recompute
         assert all(torch.equal(one, other) for one, other in zip(grads, others, strict=True)), recompute
+
+
+def test_a_second_pass_can_be_made_again_and_draws_the_same_numbers(seed: int) -> None:
+    layer = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Dropout(0.5), nn.Linear(5, 4))
+    x = torch.randn(3, 6, requires_grad=True)
+    torch.manual_seed(seed)
+    wanted = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
+    torch.manual_seed(seed)
+    loss = run_twice(layer, x).square().sum()
+    following = torch.rand(4)
+    for retain in (True, True, False):
+        torch.manual_seed(seed + 1)
+        found = torch.autograd.grad(loss, [x, *layer.parameters()], retain_graph=retain)
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+        drawn = torch.rand(4)
+        torch.manual_seed(seed + 1)
+        assert torch.equal(drawn, torch.rand(4)) and not torch.equal(drawn, following)
+
+
+def test_nothing_of_a_pass_outlives_its_graph(seed: int) -> None:
+    layer, x = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)), torch.randn(3, 6, requires_grad=True)
+    made: list[weakref.ref[Tensor]] = []
+
+    def forward(x: Tensor) -> Tensor:
+        h = layer[1](layer[0](x))
+        made.append(weakref.ref(h))
+        return layer[2](h)
+
+    gc.disable()
+    try:
+        loss = run_twice(forward, x).sum()
+        loss.backward()
+        assert len(made) == 2 and all(one() is None for one in made)
+    finally:
+        gc.enable()
+
+
+def test_a_layer_that_has_changed_in_between_is_refused(seed: int) -> None:
+    layer, x = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)), torch.randn(3, 6, requires_grad=True)
+    loss = run_twice(layer, x).sum()
+    layer[0] = nn.Linear(6, 7)
+    layer[2] = nn.Linear(7, 4)
+    with pytest.raises(RuntimeError, match="when computed again"):
+        loss.backward()
+    loss = run_twice(layer, x).sum()
+    del layer[1:]
+    with pytest.raises(RuntimeError, match="when computed again"):
+        loss.backward()
+    x = x * 2.0
+    loss = run_twice(layer, x).square().sum()
+    with torch.no_grad():
+        x.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 class Calls(TorchDispatchMode):
