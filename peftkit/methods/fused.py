@@ -16,7 +16,7 @@ import inspect
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, MethodType
 from typing import Any
 
@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from peftkit.methods.bottleneck import Bottleneck
 from peftkit.methods.lora_layers import Adapted, LoraLinear
-from peftkit.methods.lora_linear import Projection, fits, has_hooks, project, why_not
+from peftkit.methods.lora_linear import Projection, fits, frozen_projection, has_hooks, project, why_not
 from peftkit_kernels import gated_grad, rms_norm_grad, rotate_grad
 
 logger = logging.getLogger(__name__)
@@ -156,11 +156,14 @@ def _window(attention: Any) -> dict[str, int | None]:
 
 
 def _feed_forward(self: Any, x: Tensor) -> Tensor:
-    gate, up = _products(x, self.gate_proj, self.up_proj)
+    layers = (self.gate_proj, self.up_proj)
+    projections = [_projection(layer, x) for layer in layers]
+    gate, up = _multiplied(x, layers, projections)
     activation = _ACTIVATIONS.get(self.config.hidden_act)
     if activation is None:
         return _products(self.act_fn(gate) * up, self.down_proj)[0]
-    owned = all(_is_owned(layer, x.dtype) for layer in (self.gate_proj, self.up_proj))
+    # nobody keeps what they give: DoRA does, and what another forward does isn't known
+    owned = all([one is not None and not one.is_dora for one in projections])
     gate_NF, up_NF = (y.reshape(-1, y.shape[-1]) for y in (gate, up))
     h_NF = gated_grad(gate_NF, up_NF, activation, overwrite=owned)
     return _products(h_NF.view(gate.shape), self.down_proj)[0]
@@ -174,7 +177,10 @@ _FORWARDS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 
 def _products(x: Tensor, *layers: nn.Module) -> list[Tensor]:
     """The outputs of layers on x, of those that can by one step of autograd."""
-    projections = [_projection(layer, x) for layer in layers]
+    return _multiplied(x, layers, [_projection(layer, x) for layer in layers])
+
+
+def _multiplied(x: Tensor, layers: Sequence[nn.Module], projections: Sequence[Projection | None]) -> list[Tensor]:
     grouped = [one for one in projections if one is not None]
     outputs = iter(project(x, grouped) if grouped else ())
     return [layer(x) if one is None else next(outputs) for layer, one in zip(layers, projections, strict=True)]
@@ -183,15 +189,10 @@ def _products(x: Tensor, *layers: nn.Module) -> list[Tensor]:
 def _projection(layer: nn.Module, x: Tensor) -> Projection | None:
     if isinstance(layer, LoraLinear):
         return layer.projection() if not has_hooks(layer) and fits(layer.base_layer, x) else None
-    return Projection(layer.weight, layer.bias) if isinstance(layer, nn.Linear) and fits(layer, x) else None
+    return frozen_projection(layer) if isinstance(layer, nn.Linear) and fits(layer, x) else None
 
 
 def _why_not(layer: nn.Module, dtype: torch.dtype) -> str | None:
     if not isinstance(layer, LoraLinear):
         return why_not(layer, dtype)
     return "with a hook" if has_hooks(layer) else why_not(layer.base_layer, dtype)
-
-
-def _is_owned(layer: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether nobody keeps the layer's output: DoRA does, and what another forward does isn't known."""
-    return _why_not(layer, dtype) is None and getattr(layer, "lora_magnitude_vector", None) is None

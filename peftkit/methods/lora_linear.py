@@ -23,6 +23,7 @@ N rows, I inputs, O outputs, R rank, S the sum of the ranks.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -185,6 +186,17 @@ class Group:
     def split(self, tensor: Tensor, dim: int = 0) -> Sequence[Tensor]:
         """The share of each update in S rows or columns."""
         return (tensor,) if len(self.ranks) == 1 else tensor.split_with_sizes(self.ranks, dim)
+
+
+_FROZEN: WeakKeyDictionary[nn.Linear, Projection] = WeakKeyDictionary()
+
+
+def frozen_projection(layer: nn.Linear) -> Projection:
+    """A layer without an update as a member of a group; the same one as long as it has the same weight and bias."""
+    known = _FROZEN.get(layer)
+    if known is None or known.weight is not layer.weight or known.bias_O is not layer.bias:
+        known = _FROZEN[layer] = Projection(layer.weight, layer.bias)
+    return known
 
 
 def fits(layer: nn.Module, x: Tensor) -> bool:

@@ -373,3 +373,22 @@ def test_a_run_loses_the_same_through_it(
         losses.append(summary.train_loss)
         assert summary.fast_share == (1.0 if name == "fused" else 0.0)
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
+def test_adapters_in_turn_on_one_base_each_have_their_own(seed: int) -> None:
+    model, batch = a_model("llama", CONFIGS[0], seed), a_batch(seed)
+    fuse(model)
+    loss_and_gradients(model, batch)
+    for config in (CONFIGS[2], CONFIGS[1], CONFIGS[0]):
+        detach(model)
+        torch.manual_seed(seed)
+        model = attach(model, config, seed=seed + 1).train()
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data.add_(torch.randn_like(parameter) * 0.02)
+        wanted = loss_and_gradients(model, batch)
+        fuse(model)
+        for _ in range(2):
+            assert_same(loss_and_gradients(model, batch), wanted, 1e-5)
+        rehearse(model, Shape(rows=2, length=10, tokens=20, targets=18), packed=False)
+        assert_same(loss_and_gradients(model, batch), wanted, 1e-5)

@@ -1,19 +1,19 @@
 """The fused linear layers against the mathematics: outputs, gradients, dropout's mask, what is saved."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from bitsandbytes.functional import quantize_4bit
-from bitsandbytes.nn import Linear4bit
+from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor, nn
 
 from peftkit.methods import LoraConfig, LoraSite
-from peftkit.methods.frozen import dequantized
+from peftkit.methods.frozen import Reader, dequantized
 from peftkit.methods.lora_layers import LoraLinear
-from peftkit.methods.lora_linear import Projection, fits, project
+from peftkit.methods.lora_linear import Projection, fits, frozen_projection, project
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {},
@@ -245,3 +245,88 @@ def test_nothing_is_warned_of(seed: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         project(torch.randn(4, 8, requires_grad=True), [layer.projection()])[0].sum().backward()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_known_of_a_group_follows_its_layers(seed: int, kind: str) -> None:
+    layers = [adapted(frozen(8, 6, bias=True), 2, dropout=0.5, **KINDS[kind]).eval(), frozen(8, 4, bias=True)]
+    layers.append(adapted(frozen(8, 5), 3, **KINDS[kind]))
+    first, second, third = layers
+    x = torch.randn(4, 8, requires_grad=True)
+
+    def check(train: bool = False) -> None:
+        members = [
+            layer.projection() if isinstance(layer, LoraLinear) else frozen_projection(layer) for layer in layers
+        ]
+        found, expected = project(x, members), [layer(x) for layer in layers]
+        if train:  # with other numbers
+            assert not torch.equal(found[0], project(x, members)[0])
+            return
+        assert_near(found, expected, 1e-6)
+        assert_near(gradients(found, x, layers, seed), gradients(expected, x, layers, seed), 1e-5)
+
+    check()
+    kept = first.projection()
+    assert first.projection() is kept and frozen_projection(second) is frozen_projection(second)
+    changes: list[Callable[[], Any]] = [
+        lambda: first.lora_A.data.mul_(2.0),  # as fused optimisers do, unseen by autograd
+        lambda: first.assign({name: torch.randn_like(one) for name, one in first.tensors().items()}),
+        lambda: first.base_layer.weight.data.mul_(1.0 if kind == "dora" else 3.0),
+        lambda: setattr(second, "weight", nn.Parameter(torch.randn(4, 8), requires_grad=False)),
+        lambda: setattr(second.weight, "data", torch.randn(4, 8)),
+        lambda: setattr(second, "bias", None),
+        lambda: setattr(first, "scale", 0.3),
+        lambda: setattr(third, "lora_B", nn.Parameter(torch.randn(5, 3))),
+        lambda: setattr(third, "start_A", torch.randn(3, 8)) or setattr(third, "start_B", torch.randn(5, 3)),
+        lambda: setattr(third, "lora_A", nn.Parameter(third.lora_A.detach().clone())),
+        lambda: layers.reverse(),
+        lambda: layers.pop(),
+    ]
+    for change in changes:
+        change()
+        check()
+    layers[:] = [first, third]
+    first.train()
+    check(train=True)
+    first.eval()
+    check()
+
+
+def test_another_rank_and_dtype_are_noticed(seed: int) -> None:
+    layer, x = adapted(frozen(8, 6), 2), torch.randn(4, 8, requires_grad=True)
+    assert_near(project(x, [layer.projection()]), [layer(x)], 1e-6)
+    layer.lora_A.data, layer.lora_B.data = torch.randn(5, 8), torch.randn(6, 5)
+    assert_near(project(x, [layer.projection()]), [layer(x)], 1e-6)
+    layer.double()
+    assert not fits(layer.base_layer, x)
+    assert_near(project(x.double(), [layer.projection()]), [layer(x.double())], 1e-12)
+
+
+def test_a_weight_in_4_bits_is_read_where_it_is(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Params4bit, "is_cuda", True, raising=False)  # the layout that a GPU's kernel takes
+    layer, other = nf4(64, 32, double=True), nf4(64, 32, double=True)
+    weight: Any = layer.weight
+    reader = Reader(weight)
+
+    def check() -> None:
+        wanted = dequantized(weight, torch.float32)
+        for _ in range(2):
+            assert torch.equal(reader.dense(torch.float32), wanted)
+
+    check()
+    before = reader.dense(torch.bfloat16)
+    assert before.dtype == torch.bfloat16
+    weight.data.copy_(other.weight.data)
+    check()
+    state = weight.quant_state
+    state.absmax = torch.randint(256, state.absmax.shape, dtype=torch.uint8)
+    check()
+    state.offset = state.offset * 2
+    check()
+    state.state2.absmax = state.state2.absmax * 3
+    check()
+    weight.data = weight.data.flip(0).contiguous()
+    check()
+    weight.quant_state = other.weight.quant_state  # type: ignore[union-attr]
+    check()
+    assert not torch.equal(reader.dense(torch.bfloat16), before)
