@@ -129,7 +129,7 @@ def _attention(
     q_NQD, k_NKD = (x.reshape(B * T, -1, self.head_dim) for x in (q, k))
     if hasattr(self, "q_norm"):
         q_NQD, k_NKD = self.q_norm(q_NQD), self.k_norm(k_NKD)
-    cos_ND, sin_ND = (table.expand(B, T, -1).reshape(B * T, -1) for table in position_embeddings)
+    cos_ND, sin_ND = [table.expand(B, T, -1).reshape(B * T, -1) for table in position_embeddings]
     q_NQD, k_NKD = rotate_grad(q_NQD, k_NKD, cos_ND, sin_ND)
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(
         self.config._attn_implementation, sys.modules[type(self).__module__].eager_attention_forward

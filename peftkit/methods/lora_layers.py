@@ -168,12 +168,13 @@ class LoraLinear(LoraLayer):
 
     def projection(self) -> Projection:
         """The layer as a member of a group; the same one as long as it is made of the same."""
-        tensors = (self._parameters, self._buffers, self.base_layer._parameters)
+        base_layer, lora_A = self.base_layer, self.lora_A
+        tensors = (self._parameters, self._buffers, base_layer._parameters)
         # all of which are held by it, so that none of the numbers is given a second time
         made_of: list[float] = [id(tensor) for named in tensors for tensor in named.values()]
-        made_of += len(self.lora_A), self.scale, self.dropout if self.training else 0.0
+        made_of += lora_A.shape[0], self.scale, self.dropout if self.training else 0.0
         if made_of != self._made_of:
-            self._projection, self._made_of = Projection(self.weight, self.base_layer.bias, self.update()), made_of
+            self._projection, self._made_of = Projection(self.weight, base_layer.bias, self.update()), made_of
         return self._projection
 
     def forward(self, x: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ class Update:
     @property
     def rank(self) -> int:
         """Rows of A, those of a start too."""
-        return len(self.A_RI) * (1 if self.start_A is None else 2)
+        return self.A_RI.shape[0] * (1 if self.start_A is None else 2)
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """A and B of the whole update: of twice the rank where a start is subtracted, [A; A₀] and [B | −B₀]."""
@@ -212,14 +212,12 @@ def why_not(layer: nn.Module, dtype: torch.dtype) -> str | None:
     """What of a layer keeps `project` from doing its work on inputs of a dtype, if anything does."""
     if has_hooks(layer):
         return "with a hook"
-    if type(layer) is nn.Linear:  # the short way for the most
-        weight = layer._parameters["weight"]
-        if weight is not None and weight.dtype == dtype and not weight.requires_grad:
-            return None
     state = getattr(layer, "quant_state", None)
     if not isinstance(layer, nn.Linear) or (state is None and type(layer) is not nn.Linear):
         return f"of {type(layer).__name__}"
-    weight = layer.weight
+    weight = layer._parameters.get("weight")  # asked at every pass, and a module looks its attributes up slowly
+    if weight is None:
+        return f"of {type(layer).__name__} whose weight is computed"
     if weight.requires_grad:
         return "trained whole"
     if state is not None and getattr(weight, "quant_state", None) is None:
@@ -298,7 +296,7 @@ class _Grouped(torch.autograd.Function):
         grads, dx_NI = [None] * len(group.parameters), None
         if flat is not None:
             outer = [dy_NO for one, dy_NO in members if one.update]
-            g_NS = torch.empty((len(outer[0]), sum(group.ranks)), dtype=flat.dtype, device=flat.device)
+            g_NS = torch.empty((outer[0].shape[0], sum(group.ranks)), dtype=flat.dtype, device=flat.device)
             for g_NR, dy_NO, B_OR in zip(group.split(g_NS, 1), outer, group.columns(flat), strict=True):
                 torch.mm(dy_NO, B_OR, out=g_NR)
             group.scaled(g_NS)
@@ -356,9 +354,9 @@ def _gradients(
     for one, dy_NO, h_NR, dA_RI in zip([one for one in projections if one.update], outer, hs, dAs, strict=True):
         update = one.update
         assert update is not None
-        R = len(update.A_RI)
+        R = update.A_RI.shape[0]
         dB_OR = _summed(dy_NO.T, h_NR if h_NR.shape[1] == R else h_NR[:, :R])
-        own = [dA_RI if len(dA_RI) == R else dA_RI[:R].clone(), dB_OR]
+        own = [dA_RI if dA_RI.shape[0] == R else dA_RI[:R].clone(), dB_OR]
         if update.bias_O is not None:
             own.append(dy_NO.sum(0, dtype=dB_OR.dtype) * update.scale)
         if update.magnitude_O is not None:
