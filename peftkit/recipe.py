@@ -253,10 +253,19 @@ def load_runs(path: str | Path, overrides: Sequence[str] = ()) -> Runs:
             if key in run:
                 raise RecipeError(f"{where}.{key}: all runs share one base: write {key} beside runs", field=key)
         recipe = _one(_merged(content, run), file, where, overrides)
-        if any(recipe.out == other.out for other in recipes):
-            raise RecipeError(f"{where}.out: '{recipe.out}' is another run's: give each its own", field="out")
+        if other := next((other for other in recipes if _overlap(recipe.out, other.out)), None):
+            raise RecipeError(
+                f"{where}.out: '{recipe.out}' is, lies in or holds another run's '{other.out}': give each its own",
+                field="out",
+            )
         recipes.append(recipe)
     return Runs(tuple(recipes), turn_steps)
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether two folders are the same, or one lies in the other."""
+    first, second = (Path(out).expanduser().resolve() for out in (one, other))
+    return first.is_relative_to(second) or second.is_relative_to(first)
 
 
 def _merged(shared: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:

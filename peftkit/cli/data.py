@@ -76,7 +76,7 @@ def _audits(
             open_source(name, streaming=data.streaming), encoding, max_rows=max_rows, num_shown=num_shown
         )
         for part, name in (("train", data.train), ("valid", data.valid))
-        if name
+        if name or part == "train"
     }
     if "valid" in found and not data.allow_overlap:
         check_overlap(found["train"][1], found["valid"][1])

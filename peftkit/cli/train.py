@@ -83,8 +83,10 @@ def _summary_text(summary: "RunSummary") -> str:
         lines.append(f"{summary.fast_share:.1%} of the decoder's linear layers on the fast path")
     if summary.train_loss is not None:
         lines.append(f"loss {summary.train_loss:.4f} at the last step")
-    if summary.best_loss is not None:
-        lines.append(f"evaluation loss {summary.best_loss:.4f} at step {summary.best_step}, the best")
+    if summary.best_step is not None:
+        figures = [] if summary.best_score is None else [f"{summary.metric} {summary.best_score:.4f}"]
+        figures += [] if summary.best_loss is None else [f"evaluation loss {summary.best_loss:.4f}"]
+        lines.append(f"{', '.join(figures)} at step {summary.best_step}, the best")
     if summary.skipped_steps:
         lines.append(f"{summary.skipped_steps} steps were skipped: loss or gradient not finite")
     if summary.stopped_early:

@@ -10,6 +10,7 @@ OUT/tensorboard/      the same as curves
 OUT/state/step-N/     the last two checkpoints
 """
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -21,6 +22,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import torch
@@ -49,6 +51,33 @@ def check(out: Path, *, resume: bool, overwrite: bool) -> None:
             "out=FOLDER puts this one elsewhere",
             field="out",
         )
+
+
+@contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Holds `out` against other runs of this user; the system lets go of it when the process ends, however it does.
+
+    Raises InputError where another run holds it.
+    """
+    locks = Path(gettempdir()) / f"peftkit-locks-{os.getuid()}"  # `out` isn't made before a run is known to be right
+    path = locks / hashlib.sha256(os.fsencode(out.resolve())).hexdigest()
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+", encoding="utf-8")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise InputError(
+                f"out: {out} is being trained into by process {file.read() or 'unknown'}: wait for it, or put this run "
+                "elsewhere with out=FOLDER",
+                field="out",
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
 
 
 def claim(out: Path, *, overwrite: bool) -> None:

@@ -249,15 +249,17 @@ class Trainer:
         else:
             state.worse += 1
         score = "" if value is None else f", {metric} {value:.4f}"
-        logger.info("step %d: evaluation loss %.4f%s, best %s", state.step, loss, score, _best(state))
+        best = "none yet" if state.best_step is None else f"at step {state.best_step}"
+        logger.info("step %d: evaluation loss %.4f%s, the best %s", state.step, loss, score, best)
         patience = self._recipe.eval.early_stop
         if patience is not None and state.worse >= patience:
             state.stopped_early = True
             logger.info("eval.early_stop: %d evaluations without a new best: stopping", state.worse)
 
     def _is_best(self, loss: float, score: float | None) -> bool:
+        """By the score, where there is one, and between equal scores by the loss."""
         state = self.state
-        if score is not None:
+        if score is not None and score != state.best_score:
             return state.best_score is None or score > state.best_score
         return math.isfinite(loss) and (state.best_loss is None or loss < state.best_loss)
 
@@ -351,7 +353,3 @@ class _LogWindow:
     @property
     def tokens_per_s(self) -> float:
         return self._tokens / self._seconds
-
-
-def _best(state: RunState) -> str:
-    return "none yet" if state.best_loss is None else f"{state.best_loss:.4f} at step {state.best_step}"

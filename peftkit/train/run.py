@@ -2,7 +2,9 @@
 
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +24,7 @@ from peftkit.train.folder import (
     RUN,
     STATE,
     MetricsLog,
+    alone,
     check,
     check_wandb,
     claim,
@@ -114,6 +117,14 @@ def train_runs(
     are those of runs apart, bit for bit on a CPU. What is wrong with any run's folder or data is found before the first
     begins.
     """
+    with ExitStack() as held:
+        if os.environ.get("RANK", "0") == "0":  # of several processes the first one writes
+            for recipe in runs.recipes:
+                held.enter_context(alone(_folder(recipe)))
+        return _train_runs(runs, resume=resume, overwrite=overwrite, progress=progress)
+
+
+def _train_runs(runs: Runs, *, resume: bool, overwrite: bool, progress: OpenBar | None) -> list[RunSummary]:
     for recipe in runs.recipes:
         check(_folder(recipe), resume=resume, overwrite=overwrite)
         if recipe.log.wandb:

@@ -282,8 +282,15 @@ runs:
     assert one.train.seed == two.train.seed == 7
     with pytest.raises(RecipeError, match=r"runs: this recipe holds 2 runs where one is wanted"):
         load_recipe(path)
-    with pytest.raises(RecipeError, match=r"runs\.1\.out: 'same' is another run's"):
+    with pytest.raises(RecipeError, match=r"runs\.1\.out: 'same' is, lies in or holds another run's 'same'"):
         load_runs(path, ["out=same"])
+
+
+@pytest.mark.parametrize(("first", "second"), [("a/b", "a/./b/"), ("a", "a/best"), ("a/last", "a"), ("a", "x/../a")])
+def test_runs_in_folders_of_each_other_are_refused(tmp_path: Path, first: str, second: str) -> None:
+    path = recipe_file(tmp_path, f"data: {{train: x}}\nruns: [{{out: {first}}}, {{out: {second}}}]")
+    with pytest.raises(RecipeError, match=r"runs\.1\.out: .* is, lies in or holds another run's"):
+        load_runs(path)
 
 
 def test_a_recipe_without_runs_is_one_run(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from peftkit.errors import InputError
 from peftkit.methods import attached
 from peftkit.recipe import Recipe, Runs
 from peftkit.train import train, train_runs
-from peftkit.train.loop import accumulate_gradients
+from peftkit.train.checkpoint import RunState
+from peftkit.train.folder import alone
+from peftkit.train.loop import Trainer, accumulate_gradients
 from peftkit.train.processes import share
 
 MakeRecipe = Callable[..., Recipe]
@@ -105,6 +108,29 @@ def test_a_fault_of_the_last_run_is_found_before_the_first_begins(make_recipe: M
     with pytest.raises(InputError, match=r"no\.jsonl"):
         train_runs(Runs((first, bad)))
     assert not Path(first.out).exists()
+
+
+def test_a_folder_that_is_being_trained_into_is_left_alone(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    recipe = make_recipe(out=str(tmp_path / "run"), train={"max_steps": 1})
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with alone(tmp_path / "link"):
+        hows: list[dict[str, Any]] = [{}, {"resume": True}, {"overwrite": True}]
+        for how in hows:
+            with pytest.raises(InputError, match=f"out: .*run is being trained into by process {os.getpid()}"):
+                train(recipe, **how)
+        assert not (tmp_path / "run").exists()
+    train(recipe)
+    train(recipe, resume=True)
+
+
+def test_between_equal_scores_the_loss_chooses() -> None:
+    def is_best(best: tuple[float, float | None], now: tuple[float, float | None]) -> bool:
+        state = RunState(best_step=1, best_loss=best[0], best_score=best[1])
+        return Trainer._is_best(cast(Trainer, SimpleNamespace(state=state)), *now)
+
+    assert is_best((2.0, 0.5), (1.0, 0.5)) and not is_best((2.0, 0.5), (3.0, 0.5))
+    assert is_best((2.0, 0.5), (9.0, 0.6)) and not is_best((2.0, 0.5), (1.0, 0.4))
+    assert is_best((2.0, None), (1.0, None)) and not is_best((2.0, None), (float("nan"), None))
 
 
 @pytest.mark.parametrize("packed", [False, True])
