@@ -246,20 +246,20 @@ def test_a_new_version_takes_over_while_running_requests_finish_on_theirs(
 def test_a_canary_gets_its_share_and_rollback_takes_it_back(served: Any, adapter_folders: Folders) -> None:
     for name in ("red", "blue"):
         upload(served, "a", adapter_folders[name])
-    texts = {number: ask(served, f"a@{number}", max_tokens=2) for number in (1, 2)}
+    texts = {number: ask(served, f"a@{number}", max_tokens=6) for number in (1, 2)}
     assert texts[1] != texts[2]
     url = f"{served.url}/v1/adapters/a"
     card = httpx.post(f"{url}/aliases", json={"weights": {"1": 3, "2": 1}}).json()
     assert {one["version"]: one["weight"] for one in card["versions"]} == {1: 0.75, 2: 0.25}
     with httpx.Client(base_url=served.url) as connection:
-        body = {"model": "a", "prompt": "abcdef", "max_tokens": 2, "seed": 1, "ignore_eos": True}
+        body = {"model": "a", "prompt": "abcdef", "max_tokens": 6, "seed": 1, "ignore_eos": True}
         seen = Counter(connection.post("/v1/completions", json=body).json()["choices"][0]["text"] for _ in range(60))
     assert set(seen) == set(texts.values())
     assert abs(seen[texts[1]] - 45) < 6 * (60 * 0.75 * 0.25) ** 0.5, "six standard deviations"
     assert httpx.post(f"{url}/rollback").status_code == 200
-    assert {ask(served, "a", max_tokens=2) for _ in range(4)} == {texts[2]}
+    assert {ask(served, "a", max_tokens=6) for _ in range(4)} == {texts[2]}
     assert httpx.post(f"{url}/rollback").status_code == 200
-    assert {ask(served, "a", max_tokens=2) for _ in range(4)} == {texts[1]}
+    assert {ask(served, "a", max_tokens=6) for _ in range(4)} == {texts[1]}
     assert error_of(httpx.post(f"{url}/rollback"), 400)["param"] == "name"
 
 
