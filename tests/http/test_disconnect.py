@@ -6,6 +6,7 @@ import logging
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any
 
 import httpx
@@ -13,7 +14,7 @@ import openai
 import pytest
 from starlette.requests import ClientDisconnect
 
-from peftkit_serve.http.sse import merge, while_connected
+from peftkit_serve.http.sse import EventStream, merge, while_connected
 
 LONG: dict[str, Any] = {"prompt": "abc", "max_tokens": 2000, "ignore_eos": True}
 
@@ -155,3 +156,53 @@ async def test_the_first_failure_of_merged_streams_ends_all() -> None:
             seen.append(item)
     assert sorted(ended) == ["a", "b"]
     assert seen.count((0, "a")) == seen.count((1, "b")) == 3
+
+
+@pytest.mark.parametrize("num_streams", [1, 2, 50])
+async def test_merged_streams_are_asked_for_no_more_than_is_taken(num_streams: int) -> None:
+    made, num_taken = [0] * num_streams, 20 * num_streams
+
+    async def stream(index: int) -> AsyncGenerator[int, None]:
+        while True:
+            made[index] += 1
+            yield made[index]
+
+    taken: list[list[int]] = [[] for _ in made]
+    async with aclosing(merge([stream(index) for index in range(num_streams)])) as merged:
+        async for index, item in merged:
+            taken[index].append(item)
+            for _ in range(5):  # the reader is slow, the streams never wait
+                await asyncio.sleep(0)
+            assert made[index] <= len(taken[index]) + 2
+            if sum(map(len, taken)) == num_taken:
+                break
+    assert sum(made) <= num_taken + num_streams + 1
+    assert all(items == list(range(1, len(items) + 1)) and items for items in taken)
+    assert max(map(len, taken)) - min(map(len, taken)) <= 2, "a stream waits while another goes on"
+
+
+async def test_a_stream_that_never_waits_ends_with_its_client_and_others_have_their_turn() -> None:
+    ended = asyncio.Event()
+    turns = num_sent = 0
+
+    async def events() -> AsyncGenerator[str, None]:
+        try:
+            while True:
+                yield "data: x\n\n"
+        finally:
+            ended.set()
+
+    async def send(_: Any) -> None:
+        nonlocal num_sent
+        num_sent += 1
+        assert num_sent < 10_000, "nothing else has had a turn"
+
+    async def receive() -> Any:
+        nonlocal turns
+        while turns < 100:
+            turns += 1
+            await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    await EventStream(events())({"type": "http"}, receive, send)
+    assert ended.is_set() and num_sent <= 110

@@ -44,23 +44,26 @@ async def while_connected(work: Coroutine[None, None, T], receive: Receive) -> T
 
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """The items of all streams as they come, each with its stream's index. The first failure ends all streams."""
+    """The items of all streams as they come, each with its stream's index. The first failure ends all streams.
+
+    A stream is asked for its next item when the one before has been taken: what a slow reader leaves stays there."""
     if len(streams) == 1:  # most requests: no task and no queue between the engine and the client
         async with aclosing(streams[0]) as only:
             async for item in only:
                 yield 0, item
         return
-    queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue()
+    # room for one: each other stream waits with its next item in hand, in turn
+    queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue(maxsize=1)
 
     async def pump(index: int, stream: AsyncGenerator[T, None]) -> None:
         try:
             async with aclosing(stream):
                 async for item in stream:
-                    queue.put_nowait((index, item))
+                    await queue.put((index, item))
         except Exception as error:
-            queue.put_nowait(error)
+            await queue.put(error)
         else:
-            queue.put_nowait(None)
+            await queue.put(None)
 
     pumps = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
     running = len(pumps)
@@ -106,4 +109,5 @@ class EventStream(Response):
                 started = True
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+            await asyncio.sleep(0)  # neither events nor sending need suspend: others, and the watching, have their turn
         await send({"type": "http.response.body", "body": b"", "more_body": False})
