@@ -164,9 +164,7 @@ def _feed_forward(self: Any, x: Tensor) -> Tensor:
         return _products(self.act_fn(gate) * up, self.down_proj)[0]
     # nobody keeps what they give: DoRA does, and what another forward does isn't known
     owned = all([one is not None and not one.is_dora for one in projections])
-    gate_NF, up_NF = (y.reshape(-1, y.shape[-1]) for y in (gate, up))
-    h_NF = gated_grad(gate_NF, up_NF, activation, overwrite=owned)
-    return _products(h_NF.view(gate.shape), self.down_proj)[0]
+    return _products(gated_grad(gate, up, activation, overwrite=owned), self.down_proj)[0]
 
 
 _FORWARDS: Mapping[str, Callable[..., Any]] = MappingProxyType(
