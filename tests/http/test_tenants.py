@@ -210,6 +210,57 @@ def test_two_tenants_use_one_name_for_their_own(office: Office, adapter_folders:
     assert office.http.get("/v1/adapters?tenant=nobody").status_code == 404
 
 
+@pytest.mark.parametrize("route", ["upload", "json", "vllm"])
+def test_the_tenant_of_a_new_adapter_may_stand_in_the_query(
+    make_engine: Callable[..., Any],
+    serve: Callable[..., Any],
+    tmp_path: Path,
+    database_url: str,
+    adapter_folders: dict[str, Path],
+    route: str,
+) -> None:
+    folder = adapter_folders["red"]
+
+    def post(office: Office, query: dict[str, str], **named: str) -> httpx.Response:
+        path = "/v1/load_lora_adapter" if route == "vllm" else "/v1/adapters"
+        if route == "upload":
+            files = [("files", (file, (folder / file).read_bytes())) for file in FILES]
+            return office.http.post(path, params=query, data={"name": "red", **named}, files=files)
+        body = (
+            {"lora_name": "red", "lora_path": str(folder)} if route == "vllm" else {"name": "red", "path": str(folder)}
+        )
+        return office.http.post(path, params=query, json={**body, **named})
+
+    with serve(make_engine(), store=tmp_path, database=database_url, adapter_roots=(folder.parent,)) as server:
+        office = Office(server, database_url, tmp_path)
+        acme, rival = office.client(office.tenant("acme")), office.client(office.tenant("rival"))
+        for name in ("nobody", ""):
+            refused = post(office, {"tenant": name})
+            assert refused.status_code == 404 and refused.json()["error"]["param"] == "tenant"
+        if route != "vllm":
+            for given in ("rival", ""):
+                differ = post(office, {"tenant": "acme"}, tenant=given)
+                assert differ.status_code == 400 and differ.json()["error"]["param"] == "tenant"
+            assert post(office, {}, tenant="").status_code == 404
+        assert office.http.get("/v1/adapters").json()["data"] == []
+        made = post(office, {"tenant": "acme"})
+        assert made.status_code in (200, 201), made.text
+        if route != "vllm":
+            assert made.json()["tenant"] == "acme"
+            assert post(office, {"tenant": "acme"}, tenant="acme").status_code == 201
+        assert office.http.get("/v1/adapters").json()["data"] == []
+        assert say(acme, "red")
+        with pytest.raises(openai.NotFoundError):
+            say(rival, "red")
+        if route == "vllm":
+            assert post(office, {"tenant": "acme"}).status_code == 400, "it is loaded already"
+            gone = office.http.post("/v1/unload_lora_adapter", params={"tenant": "acme"}, json={"lora_name": "red"})
+            assert gone.status_code == 200
+            with pytest.raises(openai.NotFoundError):
+                say(acme, "red")
+        office.http.close()
+
+
 def test_a_removed_tenant_is_gone_with_its_keys_and_adapters(office: Office, adapter_folders: dict[str, Path]) -> None:
     key = office.tenant("acme")
     office.tenant("rival")

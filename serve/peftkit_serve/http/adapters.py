@@ -68,9 +68,11 @@ def create_router(service: Service, access: Access, database: Database) -> APIRo
     catalog = service.catalog
 
     def owner(tenant: str | None) -> str:
-        if tenant and tenant not in database.snapshot.tenants:
+        if tenant is None:
+            return SHARED
+        if tenant not in database.snapshot.tenants:
             raise ApiError(404, f"there is no tenant {tenant[:128]!r}", param="tenant", code="not_found")
-        return tenant or SHARED
+        return tenant
 
     def published(adapter: Adapter, version: Version) -> Published:
         card = VersionCard.of(adapter, version, catalog.shelf)
@@ -79,20 +81,22 @@ def create_router(service: Service, access: Access, database: Database) -> APIRo
     def fixed() -> list[AdapterCard]:
         return [AdapterCard.fixed_one(entry, service.created) for entry in service.static_entries()]
 
-    async def from_path(tenant: str | None, name: str, path: str) -> Published:
+    async def from_path(who: str, name: str, path: str) -> Published:
         folder = _contained(path, service.settings.adapter_roots)
-        version = await catalog.publish(owner(tenant), name, lambda arrival: arrival.copy(folder))
-        return published(catalog.owned(owner(tenant), name), version)
+        version = await catalog.publish(who, name, lambda arrival: arrival.copy(folder))
+        return published(catalog.owned(who, name), version)
 
     @router.post("/adapters", status_code=201, openapi_extra=_UPLOAD)
-    async def add_adapter(request: Request) -> Published:
-        """A new adapter, or a new version of one, by upload or from a folder under an allowed root."""
+    async def add_adapter(request: Request, tenant: str | None = None) -> Published:
+        """A new adapter, or a new version of one, by upload or from a folder under an allowed root.
+
+        `tenant` may stand in the body instead."""
         if request.headers.get("content-type", "").partition(";")[0].strip() != "multipart/form-data":
             body = AdapterByPath.model_validate(_object(parse_json(await request.body())))
-            return await from_path(body.tenant, body.name, body.path)
+            return await from_path(owner(_same(tenant, body.tenant)), body.name, body.path)
         fields, files = await _form(request)
         try:
-            who, name = owner(fields.get("tenant")), fields["name"]
+            who, name = owner(_same(tenant, fields.get("tenant"))), fields["name"]
 
             def fill(arrival: Arrival) -> None:
                 for file in files:
@@ -139,22 +143,23 @@ def create_router(service: Service, access: Access, database: Database) -> APIRo
         return Removed(name=bare, version=version, freed_bytes=freed)
 
     @router.post("/load_lora_adapter", response_model=None, responses=_TEXT)
-    async def load_lora_adapter(body: LoadLora) -> PlainTextResponse:
-        """As vLLM has it: a shared adapter from a folder under an allowed root."""
-        if not body.load_inplace and catalog.find(None, body.lora_name) is not None:
+    async def load_lora_adapter(body: LoadLora, tenant: str | None = None) -> PlainTextResponse:
+        """As vLLM has it: an adapter from a folder under an allowed root."""
+        who = owner(tenant)
+        if not body.load_inplace and any(one.name == body.lora_name for one in catalog.list_owned(who)):
             raise ApiError(
                 400,
                 f"the adapter '{body.lora_name[:128]}' is loaded already: say load_inplace for a new version",
                 param="lora_name",
                 code="name_taken",
             )
-        await from_path(None, body.lora_name, body.lora_path)
+        await from_path(who, body.lora_name, body.lora_path)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @router.post("/unload_lora_adapter", response_model=None, responses=_TEXT)
-    async def unload_lora_adapter(body: UnloadLora) -> PlainTextResponse:
+    async def unload_lora_adapter(body: UnloadLora, tenant: str | None = None) -> PlainTextResponse:
         """As vLLM has it, but it frees the memory, after the last request that uses it."""
-        await catalog.remove(SHARED, body.lora_name)
+        await catalog.remove(owner(tenant), body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     return router
@@ -178,6 +183,13 @@ async def _form(request: Request) -> tuple[dict[str, str], list[UploadFile]]:
         if not given:
             raise ApiError(400, f"{name} is missing", param=name, code="missing_required_parameter")
     return fields, files
+
+
+def _same(asked: str | None, given: str | None) -> str | None:
+    """The tenant of a query and a body, either of which may name none."""
+    if None not in (asked, given) and asked != given:
+        raise ApiError(400, "tenant: the query and the body name different ones", param="tenant", code="invalid_value")
+    return given if asked is None else asked
 
 
 def _object(value: object) -> object:
