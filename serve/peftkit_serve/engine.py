@@ -293,18 +293,35 @@ class Engine:
         return [self._end(live, "error", error=message) for live in lives if live is not None]
 
     def _book(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Appends what a step drew to its requests; an output for each of them that has not ended meanwhile."""
-        lives = {chunk.request_id: live for chunk in plan.chunks if (live := self._scheduler.of(chunk)) is not None}
+        """Books a step, each request by itself; an output for each that drew a token or failed, and had not ended."""
+        outputs: list[RequestOutput] = []
         for chunk in plan.chunks:
-            if chunk.targets and chunk.request_id in lives:
-                kept = self._scores[chunk.request_id].prompt
-                kept[chunk.start - chunk.num_virtual :] = result.prompt_logprobs[chunk.request_id]
-        for request_id in result.logprobs.keys() & lives.keys():
+            live = self._scheduler.of(chunk)
+            if live is None:
+                continue
+            try:
+                outputs += self._book_one(live, chunk, result)
+            except RunError as error:  # its constraint's
+                outputs.append(self._end(live, "error", error=str(error)))
+            except Exception as error:  # whatever it is, the other requests of the step go on
+                logger.exception("a request's share of a step could not be booked")
+                message = f"the request's answer could not be taken further: {type(error).__name__}"
+                last = self._output(live, self._texts[live.request_id], "")
+                self._give_back(live)
+                outputs.append(replace(last, finish_reason="error", error=message))
+        return outputs
+
+    def _book_one(self, live: Live, chunk: Chunk, result: StepResult) -> list[RequestOutput]:
+        """Appends what a step drew to one request; its output, if it drew a token or can't."""
+        request_id = live.request_id
+        if chunk.targets:
+            self._scores[request_id].prompt[chunk.start - chunk.num_virtual :] = result.prompt_logprobs[request_id]
+        if request_id in result.logprobs:
             self._scores[request_id].generated.append(result.logprobs[request_id])
-        outputs = [self._advance(live) for live in self._scheduler.update(plan, result)]
-        spoiled = [live for request_id, live in lives.items() if result.tokens.get(request_id, 0) < 0]
-        message = "its logits are not finite: the adapter's weights are too large"
-        return outputs + [self._end(live, "error", error=message) for live in spoiled]
+        drawn = self._scheduler.update(StepPlan((chunk,)), result)
+        if result.tokens.get(request_id, 0) < 0:
+            return [self._end(live, "error", error="its logits are not finite: the adapter's weights are too large")]
+        return [self._advance(one) for one in drawn]
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request at once; its last output, or None when there is no such request (any more)."""
@@ -403,10 +420,10 @@ class Engine:
         """The output after a request's new token, its last one if the token ends it."""
         self._num_generated_tokens += 1
         token_id, text = live.token_ids[-1], self._texts[live.request_id]
-        if token_id in self._eos and (live.constraint is not None or not live.params.ignore_eos):
-            return self._end(live, "stop")
         if live.constraint is not None:
             live.constraint.accept(token_id)
+        if token_id in self._eos and (live.constraint is not None or not live.params.ignore_eos):
+            return self._end(live, "stop")
         delta = text.push(token_id)
         if text.stopped or (live.constraint is not None and live.constraint.complete):
             return self._end(live, "stop", delta)
@@ -416,14 +433,18 @@ class Engine:
 
     def _end(self, live: Live, reason: FinishReason, delta: str = "", error: str | None = None) -> RequestOutput:
         """The last output of a request. All that it held is given back."""
-        self._scheduler.finish(live.request_id)
-        text = self._texts.pop(live.request_id)
+        text = self._texts[live.request_id]
         delta += text.flush()
         if text.stopped and reason == "length":
             reason = "stop"
         output = replace(self._output(live, text, delta), finish_reason=reason, error=error)
-        self._scores.pop(live.request_id, None)
+        self._give_back(live)
         return output
+
+    def _give_back(self, live: Live) -> None:
+        self._scheduler.finish(live.request_id)
+        del self._texts[live.request_id]
+        self._scores.pop(live.request_id, None)
 
     def _output(self, live: Live, text: Detokenizer, delta: str) -> RequestOutput:
         token_ids = tuple(live.token_ids[live.num_prompt :])

@@ -23,7 +23,7 @@ class Constraint(Protocol):
         ...
 
     def accept(self, token_id: int) -> None:
-        """Goes on past an allowed token."""
+        """Goes on past an allowed token. Raises RunError when the answer can't be held to it any more."""
         ...
 
     @property

@@ -139,6 +139,80 @@ def test_a_schema_that_cant_be_kept_is_refused_and_leaves_no_trace(make_engine: 
     assert not engine.has_work()
 
 
+def wide(num_properties: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"k{n}": {"type": "boolean"} for n in range(num_properties)}}
+
+
+def behind_a_string(schema: dict[str, Any]) -> str:
+    """The text of a schema whose answers have a short string of any text before `schema`."""
+    properties = {"a": {"type": "string", "maxLength": 3}, "b": schema}
+    return json.dumps(
+        {"type": "object", "properties": properties, "required": ["a", "b"], "additionalProperties": False}
+    )
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_schema_that_passes_a_limit_on_the_way_ends_its_own_request_only(
+    make_engine: MakeEngine, overlap: bool
+) -> None:
+    engine = make_engine(overlap=overlap)
+    expected = ask(engine, [1, 2, 3], max_tokens=20).token_ids
+    large = Request([65], None, SamplingParams(max_tokens=40, json_schema=behind_a_string(wide(2700))), "large")
+    free = Request([1, 2, 3], None, SamplingParams(max_tokens=20, **GREEDY), "free")
+    outputs = {output.request_id: output for output in engine.generate([large, free])}
+    assert outputs["large"].finish_reason == "error"
+    assert outputs["large"].error == "the schema is too large to hold an answer to"
+    assert outputs["large"].text.startswith('{"a": ')
+    assert outputs["free"].finish_reason == "length" and outputs["free"].token_ids == expected
+
+
+def test_a_schema_that_is_too_large_from_the_first_token_on_is_refused(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    with pytest.raises(InputError, match="too large to hold an answer to") as caught:
+        ask(engine, [1], json_schema=json.dumps(wide(2700)))
+    assert caught.value.field == "json_schema" and not engine.has_work()
+
+
+def test_an_object_of_hundreds_of_optional_properties_is_answered(make_engine: MakeEngine, seed: int) -> None:
+    schema = {**wide(600), "additionalProperties": False}
+    output = ask(make_engine(), [65], json_schema=json.dumps(schema), max_tokens=100, temperature=1.5, seed=seed)
+    assert output.finish_reason in ("stop", "length"), output.error
+    if output.finish_reason == "stop":
+        assert jsonschema_rs.is_valid(schema, json.loads(output.text)), output.text
+    else:
+        assert output.text.startswith('{"k')
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_whatever_fails_in_booking_one_request_ends_that_one_only(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, overlap: bool
+) -> None:
+    engine = make_engine(overlap=overlap)
+    expected = ask(engine, [1, 2, 3], max_tokens=8).token_ids
+    params = SamplingParams(max_tokens=8, **GREEDY)
+    for name in ("bad", "good"):
+        engine.add_request(Request([1, 2, 3], None, params, name))
+    monkeypatch.setattr(engine._texts["bad"], "push", lambda token_id: 1 / 0)
+    outputs = [output for _ in range(20) for output in engine.step()]
+    last = {output.request_id: output for output in outputs if output.finish_reason is not None}
+    assert last["bad"].finish_reason == "error" and "ZeroDivisionError" in (last["bad"].error or "")
+    assert last["good"].finish_reason == "length" and last["good"].token_ids == expected
+    assert "ZeroDivisionError" in caplog.text
+    assert not engine.has_work()
+    engine.check_integrity()
+
+
+def test_answers_of_one_schema_share_its_compilation_and_no_state(make_engine: MakeEngine, seed: int) -> None:
+    engine = make_engine()
+    schemas = [json.dumps({"enum": [word]}) for word in ("red", "blue")]
+    requests = [
+        Request([65], None, SamplingParams(max_tokens=30, seed=seed + n, json_schema=schemas[n % 2])) for n in range(6)
+    ]
+    texts = {output.request_id: output.text for output in engine.generate(requests)}
+    assert [texts[request.request_id] for request in requests] == ['"red"', '"blue"'] * 3
+    assert engine.grammars._compiled.cache_info().misses == 2
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_request_that_makes_a_step_fail_ends_alone(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, overlap: bool
