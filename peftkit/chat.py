@@ -192,7 +192,9 @@ def check_tools_shown(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mes
     for field, wanted in marks.items():
         if wanted not in text:
             raise DataError(
-                f"{field}: the base's chat template leaves this out, so the model would never see it", field=field
+                f"{field}: the base's chat template leaves this out, so the model would never see it: take it out, or "
+                "use a base whose template has it",
+                field=field,
             )
 
 

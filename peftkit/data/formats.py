@@ -177,7 +177,8 @@ def _text(fields: dict[str, Any], field: str, where: str, default: str | None = 
     if default is not None and fields.get(field) is None:
         return default
     if field not in fields:
-        raise DataError(f"{where}: {field} is missing{did_you_mean(field, fields)}")
+        known = {name for names in _FIELDS.values() for name in names}
+        raise DataError(f"{where}: {field} is missing{did_you_mean(field, set(fields) - known)}")
     value = fields[field]
     if not isinstance(value, str):
         raise DataError(f"{where}: {field} must be text, not {kind_of(value)}")

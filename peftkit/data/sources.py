@@ -111,7 +111,7 @@ def _lines(path: Path, name: str) -> Iterator[tuple[int, str]]:
 def _jsonl(path: Path, name: str, start: int) -> Iterator[Located]:
     for number, line in islice(_lines(path, name), start, None):
         where = f"{name}:{number}"
-        yield where, _fields(_parse(line, where), where)
+        yield where, _fields(_parse(line.rstrip("\r\n"), where), where)
 
 
 def _json(path: Path, name: str, start: int) -> Iterator[Located]:

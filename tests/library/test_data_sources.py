@@ -385,3 +385,11 @@ def test_a_stream_and_a_data_set_say_what_they_are(tmp_path: Path, tokenizer: Pr
     stream, data = open_stream(path, tokenizer, max_length=64), load_dataset(path, tokenizer, max_length=64)
     assert isinstance(stream, Stream) and isinstance(data, Dataset)
     assert stream.facts() == {**data.facts(), "streamed": True}
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", ""])
+def test_a_row_that_is_cut_off_is_named_by_its_own_line(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"text": ' + end.encode())
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: broken JSON at column \d+: "):
+        list(read_rows(str(path)))
