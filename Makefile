@@ -13,7 +13,7 @@ demo: $(READY)
 	$(BIN)/peftkit demo
 
 test: $(READY)
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
 
 # the service's lasting state on a real PostgreSQL, started on a free port, and the console in a real Chromium; both are
 # installed where they are missing
