@@ -264,14 +264,26 @@ def test_a_canary_gets_its_share_and_rollback_takes_it_back(served: Any, adapter
 
 
 @pytest.mark.parametrize(
-    ("weights", "status"), [({}, 400), ({"9": 1}, 404), ({"1": 0}, 400), ({"1": -1}, 400), ({"x": 1}, 400)]
+    ("weights", "status"),
+    [
+        ({}, 400),
+        ({"9": 1}, 404),
+        ({"1": 0}, 400),
+        ({"1": -1}, 400),
+        ({"x": 1}, 400),
+        ({"1": 1e308, "2": 1e308}, 400),
+        ({"1": 1e6 + 1}, 400),
+        ({"1": 1e6, "2": 5e-324}, 400),
+    ],
 )
 def test_weights_that_are_none_are_refused(
     served: Any, adapter_folders: Folders, weights: dict[str, float], status: int
 ) -> None:
-    upload(served, "a", adapter_folders["red"])
+    for name in ("red", "blue"):
+        upload(served, "a", adapter_folders[name])
     answer = httpx.post(f"{served.url}/v1/adapters/a/aliases", json={"weights": weights})
     assert error_of(answer, status)["param"].startswith("weights")
+    assert names(served) == ["tiny", "a"]
     error_of(httpx.post(f"{served.url}/v1/adapters/none/aliases", json={"weights": {"1": 1}}), 404)
 
 

@@ -26,6 +26,8 @@ from peftkit_serve.tenants.names import check_name
 from peftkit_serve.tenants.records import SHARED, Adapter, Tenant, Version
 from peftkit_serve.tenants.shelf import Shelf
 
+MAX_WEIGHT = 1e6
+"""Largest weight of a version: any number of them has a finite sum."""
 _VERSION = re.compile(r"[1-9][0-9]{0,8}")
 
 
@@ -140,10 +142,15 @@ class Catalog:
         for number, share in weights.items():
             if number not in adapter.versions:
                 raise NotThere(f"there is no adapter '{name}@{number}'", field="weights")
-            if not share > 0:
-                raise InputError(f"weights.{number} is {share}: it must be above 0, or left out", field="weights")
+            if not 0 < share <= MAX_WEIGHT:
+                message = f"weights.{number} is {share}: it must be above 0 and at most {MAX_WEIGHT:.0f}, or left out"
+                raise InputError(message, field="weights")
         total = sum(weights.values())
         shares = {number: share / total for number, share in sorted(weights.items())}
+        for number, share in shares.items():
+            if not share:
+                message = f"weights.{number} is too small beside the others to get any request: leave it out"
+                raise InputError(message, field="weights")
         await asyncio.to_thread(self._database.set_weights, owner, name, shares)
         return self.owned(owner, name)
 
