@@ -183,6 +183,18 @@ def test_who_waited_saves_nothing_up(seed: int) -> None:
     assert one.of("a") - before > 0.35 * (one.of("a") - before + one.of("b")), "the newcomer took all turns"
 
 
+def test_a_weight_so_small_that_its_counter_has_no_end_spoils_no_others(seed: int) -> None:
+    random.seed(seed)
+    one = Simulation(FairShare())
+    one.add("least", weight=1e-320)
+    one.run()  # the engine is idle: the next one's counter begins where that one's was
+    one.keep_busy(1500, heavy={"weight": 4.0}, light={"weight": 1.0})
+    assert one.of("heavy") > 2 * one.of("light")
+    one.add("least", weight=1e-320)
+    one.keep_busy(50, heavy={"weight": 4.0}, light={"weight": 1.0}, newcomer={})
+    one.run()
+
+
 def test_no_place_stays_free_while_someone_waits(seed: int) -> None:
     random.seed(seed)
     one = Simulation(FairShare())

@@ -337,6 +337,15 @@ def test_concurrency_and_queue_are_bounded_for_each_tenant(office: Office) -> No
     assert say(acme, "tiny")
 
 
+@pytest.mark.parametrize("weight", [0, 0.0009, 1e-320, 1001])
+def test_a_weight_that_is_none_is_refused(office: Office, weight: float) -> None:
+    made = office.http.post("/v1/tenants", json={"name": "acme", "limits": {"weight": weight}})
+    assert made.status_code == 400 and made.json()["error"]["param"] == "limits.weight"
+    office.tenant("acme", weight=0.001)
+    changed = office.http.patch("/v1/tenants/acme", json={"limits": {"weight": weight}})
+    assert changed.status_code == 400 and changed.json()["error"]["param"] == "weight"
+
+
 def test_metrics_need_the_admin_key_and_count_by_tenant(office: Office) -> None:
     say(office.client(office.tenant("acme")), "tiny")
     text = office.http.get("/metrics").text

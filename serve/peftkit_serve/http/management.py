@@ -57,7 +57,7 @@ class LimitsBody(Body):
     max_queue: Count | None = Limits().max_queue
     max_adapters: Count | None = None
     max_adapter_bytes: Count | None = None
-    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    weight: Annotated[float, Field(ge=0.001, le=1000)] = 1.0
 
     def limits(self) -> Limits:
         """As records have them."""

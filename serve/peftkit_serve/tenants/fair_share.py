@@ -9,6 +9,7 @@ Counters alone can't help who arrives when all places are taken by long answers 
 and has less than its share of the places takes some from those who have more than theirs.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
@@ -42,7 +43,8 @@ class FairShare:
         """A request has come."""
         account = self._accounts.get(sequence.tenant)
         if account is None:
-            lowest = min((other.counter for other in self._accounts.values()), default=self._last)
+            counters = (other.counter for other in self._accounts.values())
+            lowest = min(filter(math.isfinite, counters), default=self._last)
             account = self._accounts[sequence.tenant] = _Account(counter=lowest)
         account.weight = sequence.weight
         account.num_live += 1
@@ -58,7 +60,8 @@ class FairShare:
         account.num_live -= 1
         account.live_adapters[sequence.uid] -= 1
         if not account.num_live:
-            self._last = max(self._last, account.counter)
+            if math.isfinite(account.counter):  # else nobody would ever be behind anybody again
+                self._last = max(self._last, account.counter)
             del self._accounts[sequence.tenant]
 
     def served(self, sequence: Sequence, num_prompt: int, num_generated: int) -> None:
