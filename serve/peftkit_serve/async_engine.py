@@ -47,6 +47,9 @@ class _Command:
             self.future.set_result(self.action())
         except Exception as error:  # the command's fault is its caller's to see; the engine goes on
             self.future.set_exception(error)
+        except BaseException as error:  # the engine dies of it, as `_run` says
+            self.future.set_exception(RunError(f"the engine died: {type(error).__name__}"))
+            raise
 
     def refuse(self, error: RunError) -> None:
         if self.future.set_running_or_notify_cancel():
@@ -95,13 +98,18 @@ class AsyncEngine:
         self._unstarted: dict[str, _Stream] = {}
         self._drains: list[tuple[str, Future[None]]] = []
         self._lock = threading.Lock()  # no command is posted once the thread has begun to end
-        self._open = False
+        self._open = self._died = False
         self._thread = threading.Thread(target=self._run, name="peftkit-engine", daemon=True)
 
     @property
     def alive(self) -> bool:
         """Whether the engine thread takes requests."""
         return self._open
+
+    @property
+    def died(self) -> bool:
+        """Whether the engine thread ended by a fault. It doesn't come back: the process must be started anew."""
+        return self._died
 
     def start(self) -> None:
         """Starts the engine thread; once in its life."""
@@ -194,8 +202,9 @@ class AsyncEngine:
         try:
             self._drive()
             outputs = [output for request_id in self._streams if (output := self.engine.abort(request_id))]
-        except Exception as error:
+        except BaseException as error:  # a panic of a Rust library is no Exception
             logger.exception("the engine thread died")
+            self._died = True
             failure = f"the engine died: {type(error).__name__}"
             lost = [stream.last for stream in self._streams.values()]
             outputs = [replace(last, delta="", finish_reason="error", error=failure) for last in lost]

@@ -75,7 +75,7 @@ async def test_concurrent_streams_give_what_solo_runs_give(
     async with running(engine) as async_engine:
         assert await asyncio.gather(*(last_of(async_engine, request) for request in requests)) == expected
         assert async_engine.alive
-    assert not async_engine.alive
+    assert not async_engine.alive and not async_engine.died
 
 
 @pytest.mark.parametrize("when", ["before the first output", "between outputs"])
@@ -208,9 +208,21 @@ async def test_a_failing_step_ends_its_streams_with_an_error_and_the_engine_live
         assert async_engine.alive and len((await last_of(async_engine, ask([1]))).token_ids) == 10
 
 
+class Panic(BaseException):
+    """As what pyo3 raises when a Rust library panics."""
+
+
+@pytest.mark.parametrize("fault", [ZeroDivisionError, Panic])
 async def test_a_dead_engine_thread_ends_every_stream_and_refuses_new_ones(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, lora_folder: Folder, seed: int
+    make_engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    lora_folder: Folder,
+    seed: int,
+    fault: type[BaseException],
 ) -> None:
+    def fail() -> None:
+        raise fault
+
     engine = make_engine()
     engine.adapters.add("a", lora_folder(seed))
     gate = hold_steps(engine, monkeypatch)
@@ -219,17 +231,34 @@ async def test_a_dead_engine_thread_ends_every_stream_and_refuses_new_ones(
         await asyncio.sleep(0.05)
         tasks.append(asyncio.create_task(async_engine.remove_adapter("a")))  # type: ignore[arg-type]
         await asyncio.sleep(0.05)
-        monkeypatch.setattr(engine._scheduler, "schedule", lambda: 1 / 0)
+        monkeypatch.setattr(engine._scheduler, "schedule", fail)
+        assert not async_engine.died
         gate.set()
         *outputs, removal = await asyncio.gather(*tasks, return_exceptions=True)
         assert [getattr(output, "finish_reason", output) for output in outputs] == ["error"] * 3
         assert isinstance(removal, RunError)
         await until(lambda: not async_engine.alive)
+        assert async_engine.died
         with pytest.raises(RunError, match="not running"):
             await last_of(async_engine, ask([1]))
     monkeypatch.undo()
     for task in list(engine._texts):
         engine.abort(task)
+
+
+async def test_who_asked_for_what_the_engine_died_of_is_told(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+
+    def fail(request: Request) -> None:
+        raise Panic
+
+    monkeypatch.setattr(engine, "add_request", fail)
+    async with running(engine) as async_engine:
+        with pytest.raises(RunError, match="died: Panic"):
+            await last_of(async_engine, ask([1]))
+        await until(lambda: async_engine.died)
 
 
 async def test_stopping_aborts_what_runs_and_waits_for_nobody(
