@@ -62,6 +62,22 @@ def test_health_and_readiness(server: Any) -> None:
     assert answer.status_code == 200 and answer.json() == {"status": "ready"}
 
 
+def test_health_fails_once_the_engine_has_died_unless_the_server_is_going_away_anyhow(
+    make_engine: Callable[..., Any], serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    monkeypatch.setattr(engine, "step", lambda: 1 / 0)
+    with serve(engine) as served:
+        assert httpx.get(f"{served.url}/health").status_code == 200
+        answer = httpx.post(f"{served.url}/v1/completions", json={"model": "tiny", "prompt": "a"})
+        assert answer.status_code == 500
+        health = httpx.get(f"{served.url}/health")
+        assert health.status_code == 503 and health.json() == {"status": "not ready"}
+        assert httpx.get(f"{served.url}/ready").status_code == 503
+        served.service.draining = True
+        assert httpx.get(f"{served.url}/health").status_code == 200
+
+
 def test_a_draining_server_refuses_new_requests_and_finishes_running_ones(
     make_engine: Callable[..., Any], serve: Callable[..., Any]
 ) -> None:

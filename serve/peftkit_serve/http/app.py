@@ -130,9 +130,12 @@ async def _poll(catalog: Catalog, watcher: Watcher | None, period_s: float) -> N
 def _add_operations(app: FastAPI, service: Service, access: Access) -> None:
     """The routes that machines ask every few seconds."""
 
-    @app.get("/health", tags=["Operations"])
-    async def health() -> Status:
-        """The process answers."""
+    @app.get("/health", tags=["Operations"], responses={503: {"model": Status, "description": "The engine died."}})
+    async def health(response: Response) -> Status:
+        """The process answers and its engine has not died: that takes a new process."""
+        if service.engine.died and not service.draining:
+            response.status_code = 503
+            return Status(status="not ready")
         return Status(status="ok")
 
     @app.get("/ready", tags=["Operations"], responses={503: {"model": Status, "description": "Not now."}})
