@@ -452,33 +452,6 @@ def test_a_watched_folder_is_served_as_it_comes_and_changes(
         )
 
 
-def test_adapters_that_the_server_was_started_with_are_shown_and_stay(
-    make_engine: Callable[..., Any], serve: Callable[..., Any], adapter_folders: Folders, tmp_path: Path
-) -> None:
-    engine = make_engine()
-    for name in ("soft", "own"):
-        engine.adapters.add(name, adapter_folders[name])
-    with serve(engine, store=tmp_path / "store") as server:
-        upload(server, "red", adapter_folders["red"])
-        url = f"{server.url}/v1/adapters"
-        shown = {one["name"]: one for one in httpx.get(url).json()["data"]}
-        assert list(shown) == ["own", "red", "soft"]
-        assert {name: one["fixed"] for name, one in shown.items()} == {"own": True, "red": False, "soft": True}
-        (card,) = shown["soft"]["versions"]
-        assert (card["method"], card["num_virtual"], card["weight"], card["tier"]) == ("prompt", 20, 1.0, "host")
-        ask(server, "soft")
-        assert httpx.get(f"{url}/soft").json()["versions"][0]["tier"] == "gpu"
-        for answer in (
-            httpx.delete(f"{url}/soft"),
-            httpx.post(f"{url}/soft/aliases", json={"weights": {"1": 1}}),
-            httpx.post(f"{url}/soft/rollback"),
-            httpx.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": "soft"}),
-            upload(server, "soft", adapter_folders["red"]),
-        ):
-            assert "started with it" in error_of(answer, 409)["message"]
-        assert ask(server, "soft")
-
-
 def test_adapters_of_the_same_weights_have_their_own_templates(
     make_engine: Callable[..., Any], serve: Callable[..., Any], write_lora: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -261,6 +261,26 @@ def test_the_tenant_of_a_new_adapter_may_stand_in_the_query(
         office.http.close()
 
 
+def test_nobodys_adapter_is_called_as_the_base(
+    office: Office,
+    adapter_folders: dict[str, Path],
+    make_engine: Callable[..., Any],
+    serve: Callable[..., Any],
+) -> None:
+    key = office.tenant("acme")
+    for tenant in (None, "acme"):
+        refused = office.upload("tiny", adapter_folders["red"], tenant)
+        assert refused.status_code == 409 and refused.json()["error"]["code"] == "name_taken"
+    assert office.upload("mine", adapter_folders["red"], "acme").status_code == 201
+    with serve(make_engine(), "mine", store=office.folder, database=office.url) as renamed:
+        headers = {"authorization": f"Bearer {key}"}
+        listed = httpx.get(f"{renamed.url}/v1/models", headers=headers).json()["data"]
+        assert [(card["id"], card["root"]) for card in listed] == [("mine", "mine")]
+        admin = {"authorization": f"Bearer {office.admin}"}
+        gone = httpx.delete(f"{renamed.url}/v1/adapters/mine", params={"tenant": "acme"}, headers=admin, timeout=30)
+        assert gone.status_code == 200, "one from before can still be removed"
+
+
 def test_a_removed_tenant_is_gone_with_its_keys_and_adapters(office: Office, adapter_folders: dict[str, Path]) -> None:
     key = office.tenant("acme")
     office.tenant("rival")

@@ -59,8 +59,7 @@ def create_app(
     resources.callback(database.close)
     contents = Contents(store / "adapters" / base_id[:16], max_bytes=settings.max_upload_bytes)
     shelf = Shelf(async_engine, contents.kept, max_bytes=settings.host_bytes)
-    reserved = {served_name, *async_engine.engine.adapters.names()}
-    catalog = Catalog(async_engine, database, contents, shelf, lambda: reserved)
+    catalog = Catalog(async_engine, database, contents, shelf, served_name)
     service = Service(async_engine, served_name, catalog, settings)
     access = Access(database, open_admin=settings.open_admin, require_key=settings.require_key)
     watcher = None if settings.watched is None else Watcher(settings.watched, catalog)

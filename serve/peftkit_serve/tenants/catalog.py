@@ -56,24 +56,25 @@ class Catalog:
         database: Database,
         contents: Contents,
         shelf: Shelf,
-        reserved: Callable[[], set[str]],
+        served_name: str,
     ) -> None:
-        """reserved: names that are taken: the base's, and those of adapters that the server was started with."""
+        """served_name: what the base is called. It and the names of adapters that `engine` has already are taken: a
+        shared adapter of the database that is called so is as if it weren't there."""
         self._engine, self._database, self._contents, self.shelf = engine, database, contents, shelf
-        self._reserved = reserved
+        self._served_name = served_name
+        self._reserved = frozenset((served_name, *engine.engine.adapters.names()))
         self._random = random.SystemRandom()
         self._lock = asyncio.Lock()  # one change of adapters at a time
         self._freeing: set[asyncio.Task[int]] = set()
 
     def visible(self, tenant: Tenant | None) -> list[Adapter]:
         """Adapters that a tenant, or with None the operator, can name. A tenant's own hides a shared one."""
-        snapshot = self._database.snapshot
-        shared = snapshot.owned(SHARED)
+        shared = self.list_owned(SHARED)
         if tenant is None:
             return shared
         found = {adapter.name: adapter for adapter in shared if tenant.may_name(adapter.name)}
-        found |= {adapter.name: adapter for adapter in snapshot.owned(tenant.name)}
-        return [found[name] for name in sorted(found)]
+        found |= {adapter.name: adapter for adapter in self.list_owned(tenant.name)}
+        return [found[name] for name in sorted(found) if name != self._served_name]
 
     def choose(self, tenant: Tenant | None, model: str) -> Chosen | None:
         """The version that answers a request for `model`; None where there is none for this tenant."""
@@ -96,20 +97,21 @@ class Catalog:
                 return adapters[tenant.name, name]
             if not tenant.may_name(name):
                 return None
-        return adapters.get((SHARED, name))
+        return None if name in self._reserved else adapters.get((SHARED, name))
 
     def owned(self, owner: str, name: str) -> Adapter:
         """An owner's adapter. Raises NotThere, Reserved for a name that the server was started with."""
-        adapter = self._database.snapshot.adapters.get((owner, name))
-        if adapter is None and owner == SHARED and name in self._reserved():
+        if owner == SHARED and name in self._reserved:
             raise Reserved(f"'{name}' stays as it is: the server was started with it", field="name")
+        adapter = self._database.snapshot.adapters.get((owner, name))
         if adapter is None:
             raise NotThere(f"there is no adapter '{name[:128]}'", field="name")
         return adapter
 
     def list_owned(self, owner: str) -> list[Adapter]:
         """An owner's adapters by name."""
-        return self._database.snapshot.owned(owner)
+        owned = self._database.snapshot.owned(owner)
+        return owned if owner != SHARED else [adapter for adapter in owned if adapter.name not in self._reserved]
 
     async def publish(self, owner: str, name: str, fill: Callable[[Arrival], None], *, known: bool = True) -> Version:
         """A new version of `name`, of the files that `fill` writes, once it is known that it can be served.
@@ -118,7 +120,9 @@ class Catalog:
         or limit, AdapterError and its children for what can't be served; then nothing has changed.
         """
         check_name(name)
-        if owner == SHARED and name in self._reserved():
+        if name == self._served_name:
+            raise Reserved(f"'{name}' is taken: it is the base's name", field="name")
+        if owner == SHARED and name in self._reserved:
             raise Reserved(f"'{name}' is taken: the server was started with it", field="name")
         async with self._lock:
             content = await asyncio.to_thread(self._take_in, fill)
