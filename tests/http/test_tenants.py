@@ -344,7 +344,7 @@ def test_concurrency_and_queue_are_bounded_for_each_tenant(office: Office) -> No
     assert caught.value.code == "concurrency_limit_exceeded"
     assert int(caught.value.response.headers["retry-after"]) >= 1
     with pytest.raises(openai.RateLimitError):
-        acme.completions.create(model="tiny", prompt=["a"] * 3, max_tokens=1)
+        acme.completions.create(model="tiny", prompt=["a"] * 2, max_tokens=1)
     assert say(rival, "tiny")
     card = office.http.get("/v1/tenants/acme").json()
     assert (card["running"], card["waiting"]) == (2, 0)
@@ -355,6 +355,20 @@ def test_concurrency_and_queue_are_bounded_for_each_tenant(office: Office) -> No
     while office.http.get("/v1/tenants/acme").json()["running"]:
         assert time.monotonic() < deadline
     assert say(acme, "tiny")
+
+
+@pytest.mark.parametrize("limit", ["max_concurrency", "max_queue"])
+def test_more_answers_than_a_limit_can_ever_allow_are_400_and_name_n(office: Office, limit: str) -> None:
+    acme = office.client(office.tenant("acme", **{"adapters": None, limit: 2}))
+    fields: dict[str, Any] = {"model": "tiny", "max_tokens": 1}
+    for stream in (False, True):
+        for prompt, n in (("a", 3), (["a"] * 3, 1), (["a", "b"], 2)):
+            with pytest.raises(openai.BadRequestError) as caught:
+                acme.completions.create(**fields, prompt=prompt, n=n, stream=stream)
+            assert caught.value.param == "n" and "retry-after" not in caught.value.response.headers
+    with pytest.raises(openai.BadRequestError):
+        acme.chat.completions.create(**fields, messages=[{"role": "user", "content": "a"}], n=3)
+    assert len(acme.completions.create(**fields, prompt="a", n=2).choices) == 2
 
 
 @pytest.mark.parametrize("weight", [0, 0.0009, 1e-320, 1001])

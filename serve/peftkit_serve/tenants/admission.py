@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Self
 
+from peftkit.errors import InputError
 from peftkit_serve.tenants.records import Limits
 
 MAX_RETRY_S = 60
@@ -112,7 +113,7 @@ class Admission:
         self._accounts: dict[str, _Account] = {}
 
     def enter(self, tenant: str, limits: Limits, *, answers: int, prompt_tokens: int) -> Visit:
-        """Takes a request in, or raises Refusal and takes nothing.
+        """Takes a request in, or raises and takes nothing: Refusal, or InputError for more answers than can ever be.
 
         answers: how many it asks for; each is queued and counted by itself. prompt_tokens: of all its prompts.
         """
@@ -142,6 +143,10 @@ class Admission:
         self._num_waiting -= answers
 
     def _check(self, account: _Account, limits: Limits, answers: int, prompt_tokens: int, now: float) -> None:
+        for most, what in ((limits.max_concurrency, "at a time"), (limits.max_queue, "that wait")):
+            if most is not None and answers > max(most, 1):  # one answer is refused as what may come later
+                message = f"n: the request is for {answers} answers (prompts times n), and your limit is {most} {what}"
+                raise InputError(f"{message}: ask for fewer", field="n")
         if limits.max_concurrency is not None and account.num_live + answers > limits.max_concurrency:
             message = f"your limit is {limits.max_concurrency} answers at a time, {account.num_live} are under way"
             raise Refusal(message, "concurrency_limit_exceeded", account.ends.gap_s)
