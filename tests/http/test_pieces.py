@@ -1,5 +1,6 @@
 """A stream's chunks, of which the frame is written once: each says what the whole model of a chunk says."""
 
+import itertools
 import json
 import random
 from typing import Any
@@ -29,8 +30,8 @@ def forms(**fields: Any) -> list[Any]:
 def test_each_piece_is_the_whole_chunk(seed: int, fields: dict[str, Any], unused: set[str] | None) -> None:
     rng = random.Random(seed)
     head = {"id": "cmpl-1", "created": 7, "model": 'na"me'}
-    for form in forms(**fields):
-        pieces = Pieces(form, head, unused)
+    for form, streamed in zip(forms(**fields), forms(**fields), strict=True):
+        pieces = Pieces(streamed, head, unused)
         before: dict[int, RequestOutput] = {}
         texts = ["", ""]
         for step in range(40):
@@ -51,3 +52,45 @@ def test_each_piece_is_the_whole_chunk(seed: int, fields: dict[str, Any], unused
             chunk = form.chunk(head, index, output, before.get(index))
             assert json.loads(piece) == json.loads(chunk.model_dump_json(exclude=unused)) and "\n" not in piece
             before[index] = output
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_streams_tokens_are_worded_once_and_join_to_the_whole(seed: int, echo: bool) -> None:
+    rng = random.Random(seed)
+    words = ["".join(rng.choices(ALPHABET, k=rng.randrange(1, 5))) for _ in range(40)]
+    worded = 0
+
+    def text_of(token: int) -> str:
+        nonlocal worded
+        worded += 1
+        return words[token]
+
+    fields: dict[str, Any] = {"model": "m", "prompt": ["p", "q"], "stream": True, "logprobs": 0, "echo": echo}
+    form = TextForm(CompletionRequest.model_validate(fields), [("p", [1, 2, 3]), ("q", [4, 5, 6])], text_of)
+    head = {"id": "cmpl-1", "created": 7, "model": "m"}
+    prompt = tuple(TokenLogprobs(token, -1.0) for token in (2, 3))
+    ids = [[rng.randrange(40) for _ in range(200)] for _ in range(2)]
+    outputs = [
+        [
+            RequestOutput(str(index), "x" * n, "x", tuple(ids[index][:n]), 3, logprobs=scores, prompt_logprobs=prompt)
+            for n in sorted({*rng.sample(range(1, 200), 50), 200})
+            if (scores := tuple(TokenLogprobs(token, -float(i)) for i, token in enumerate(ids[index][:n])))
+        ]
+        for index in range(2)
+    ]
+    joined: list[dict[str, list[Any]]] = [{}, {}]
+    before: list[RequestOutput | None] = [None, None]
+    for both in itertools.zip_longest(*outputs):
+        for index, output in enumerate(both):
+            if output is not None:
+                scored = form.chunk(head, index, output, before[index]).choices[0].logprobs
+                assert scored is not None
+                for name, values in scored.model_dump().items():
+                    joined[index].setdefault(name, []).extend(values)
+                before[index] = output
+    assert worded == 2 * (200 + 3 * echo)
+    whole = form.whole(head, [row[-1] for row in outputs])
+    assert joined == [choice.logprobs.model_dump() for choice in whole.choices if choice.logprobs]
+    text = "".join(joined[0]["tokens"])
+    for token, offset in zip(joined[0]["tokens"], joined[0]["text_offset"], strict=True):
+        assert text.startswith(token, offset)

@@ -1,6 +1,7 @@
 """How the two completion routes word what the engine says: whole answers, chunks, log-probabilities."""
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 from pydantic import BaseModel
@@ -54,6 +55,8 @@ class TextForm:
         """prompts: text and token ids of each. text_of: a single token as text."""
         self._body, self._prompts, self._text_of = body, prompts, text_of
         self._num_choices = body.num_choices
+        self._lengths: dict[int, int] = {}
+        """Of each choice, the characters of all its tokens so far."""
         self.only_text = body.logprobs is None and body.max_tokens != 0
 
     def whole(self, head: dict[str, Any], outputs: Sequence[RequestOutput]) -> Completion:
@@ -85,26 +88,27 @@ class TextForm:
         return CompletionChoice(
             index=index,
             text=echoed[0] + output.text if before is None else output.delta,
-            logprobs=None if self._body.logprobs is None else self._logprobs(output, before, echoed[1]),
+            logprobs=None if self._body.logprobs is None else self._logprobs(index, output, before, echoed[1]),
             finish_reason=output.finish_reason,
         )
 
-    def _logprobs(self, output: RequestOutput, before: RequestOutput | None, echoed: Sequence[int]) -> TextLogprobs:
-        scored = list(output.prompt_logprobs) if echoed else []
-        scored += output.logprobs
-        first = [] if not echoed else [self._text_of(echoed[0])]
-        tokens = [*first, *(self._text_of(one.token_id) for one in scored)]
-        offsets = [0]
-        for token in tokens:
-            offsets.append(offsets[-1] + len(token))
+    def _logprobs(
+        self, index: int, output: RequestOutput, before: RequestOutput | None, echoed: Sequence[int]
+    ) -> TextLogprobs:
+        """Of all tokens, or of those that are new since `before`."""
+        if before is None:
+            first, scored = echoed[:1], [*(output.prompt_logprobs if echoed else ()), *output.logprobs]
+        else:
+            first, scored = (), output.logprobs[len(before.logprobs) :]
+        tokens = [self._text_of(token) for token in (*first, *(one.token_id for one in scored))]
+        begin = 0 if before is None else self._lengths[index]
+        *offsets, self._lengths[index] = accumulate(map(len, tokens), initial=begin)
         unknown = [None] * len(first)
-        tops: list[dict[str, float] | None] = [*unknown, *map(self._top, scored)]
-        new = 0 if before is None else len(first) + len(scored) - len(output.logprobs) + len(before.logprobs)
         return TextLogprobs(
-            tokens=tokens[new:],
-            token_logprobs=[*unknown, *(one.logprob for one in scored)][new:],
-            top_logprobs=tops[new:],
-            text_offset=offsets[:-1][new:],
+            tokens=tokens,
+            token_logprobs=[*unknown, *(one.logprob for one in scored)],
+            top_logprobs=[*unknown, *map(self._top, scored)],
+            text_offset=offsets,
         )
 
     def _top(self, one: TokenLogprobs) -> dict[str, float]:
