@@ -1,5 +1,6 @@
 """What a request is: the sampling parameters a client sends, the request, and what comes back of it."""
 
+import reprlib
 import uuid
 from dataclasses import dataclass, field
 from typing import Literal
@@ -64,7 +65,8 @@ class SamplingParams:
         ]
         for name, good, wanted in checks:
             if not good:
-                raise InputError(f"{name} is {getattr(self, name)!r}: it must be {wanted}", field=name)
+                shown = reprlib.repr(getattr(self, name))
+                raise InputError(f"{name} is {shown}: it must be {wanted}", field=name)
 
     @property
     def has_penalties(self) -> bool:

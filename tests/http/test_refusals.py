@@ -21,7 +21,7 @@ def refused(server: Any, path: str, body: object, **options: Any) -> dict[str, A
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
-    assert error["message"] and error["code"]
+    assert error["message"] and error["code"] and len(answer.text) < 1000, "what was sent is not quoted at length"
     return error
 
 
@@ -81,6 +81,9 @@ def test_a_chat_field_that_would_change_the_answer_is_refused_by_name(server: An
         ("stop", ["a", ""]),
         ("stop", [1]),
         ("stop", ["x"] * 17),
+        ("stop", ["x" * 1000] * 1000),
+        ("stop", "x" * 1025),
+        ("stop", ["a", "x" * 5_000_000]),
         ("stream", "yes"),
         ("ignore_eos", 1),
         ("stream_options", {"include_usage": True}),

@@ -28,6 +28,8 @@ MAX_PROMPTS = 256
 """Most prompts in one completions request, and most answers to all of them together."""
 MAX_N = 128
 """Most answers to one prompt."""
+MAX_STOP = 1024
+"""Most characters of a stop string."""
 
 
 def only(*values: object) -> AfterValidator:
@@ -66,6 +68,7 @@ def _whole_characters(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_whole_characters)]
+StopText = Annotated[Text, Field(max_length=MAX_STOP)]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 
 
@@ -119,7 +122,10 @@ class Sampling(Body):
     """Drop tokens less likely than this share of the most likely one's probability."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     """Fixes the random draws of this request, whatever else is in the batch."""
-    stop: Annotated[Text | list[Text] | None, _said("stop must be a string or a list of strings")] = None
+    stop: Annotated[
+        StopText | list[StopText] | None,
+        _said(f"stop must be a string or a list of strings, each of at most {MAX_STOP} characters"),
+    ] = None
     """Generation ends before the first of these strings; at most 16."""
     ignore_eos: bool | None = False
     """Go on past the end-of-sequence token."""
