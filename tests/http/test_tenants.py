@@ -129,6 +129,19 @@ def test_keys_are_rotated_and_revoked_at_once(office: Office) -> None:
     assert office.http.delete("/v1/tenants/acme/keys/000000000000").status_code == 404
 
 
+def test_an_answer_under_way_outlives_its_key(office: Office) -> None:
+    first = office.client(office.tenant("acme"))
+    (card,) = office.http.get("/v1/tenants/acme/keys").json()
+    fields: dict[str, Any] = {"prompt": "a", "max_tokens": 400, "extra_body": {"ignore_eos": True}}
+    stream = first.completions.create(model="tiny", stream=True, **fields)
+    chunks = [next(iter(stream))]
+    assert office.http.delete(f"/v1/tenants/acme/keys/{card['id']}").status_code == 204
+    with pytest.raises(openai.AuthenticationError):
+        say(first, "tiny")
+    chunks.extend(stream)
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
 def test_a_key_that_another_process_revokes_ends_within_a_moment(office: Office) -> None:
     key = office.tenant("acme")
     other = Database(office.url)
