@@ -75,8 +75,8 @@ def _audits(
         part: audit_source(
             open_source(name, streaming=data.streaming), encoding, max_rows=max_rows, num_shown=num_shown
         )
-        for part, name in (("train", data.train), ("valid", data.valid))
-        if name or part == "train"
+        for part, name in (("train", data.train or ""), ("valid", data.valid))
+        if name is not None
     }
     if "valid" in found and not data.allow_overlap:
         check_overlap(found["train"][1], found["valid"][1])

@@ -1,6 +1,7 @@
 """`peftkit train RECIPE.yaml [key.path=value ...]`"""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -18,6 +19,12 @@ def command(
     ),
     resume: bool = typer.Option(False, "--resume", help="Go on from the last good checkpoint in the out folder."),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace a run that is in the out folder."),
+    deploy: Path | None = typer.Option(
+        None,
+        "--deploy",
+        metavar="DIR",
+        help="Put the adapter into DIR too, under the out folder's name: a server that watches DIR serves it.",
+    ),
     dry_run: bool = typer.Option(
         False, "--dry-run", help="Show parameters, memory and a sample with its loss mask; train nothing."
     ),
@@ -27,12 +34,17 @@ def command(
     from peftkit.recipe import load_runs
 
     runs = load_runs(recipe, overrides or [])
+    if deploy is not None:
+        train.check_deployment(runs, deploy)
     if dry_run:
         plans = train.dry_runs(runs)
         _emit(plans, _plan_text)
     else:
         summaries = train.train_runs(runs, resume=resume, overwrite=overwrite, progress=output.progress)
         if train.is_main_process():
+            if deploy is not None:
+                for summary in summaries:
+                    output.note(f"deployed to {train.deploy(summary.out, deploy)}")
             _emit(summaries, _summary_text)
 
 

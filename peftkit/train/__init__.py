@@ -1,5 +1,6 @@
 """Training: the loop on accelerate, checkpoints with exact resumption, the dry run before it and the record after."""
 
+from peftkit.train.deploy import check_deployment, deploy
 from peftkit.train.dry_run import DryRun, dry_run, dry_runs
 from peftkit.train.interrupt import Interrupted
 from peftkit.train.memory import MemoryEstimate
@@ -12,6 +13,8 @@ __all__ = [
     "MemoryEstimate",
     "OpenBar",
     "RunSummary",
+    "check_deployment",
+    "deploy",
     "dry_run",
     "dry_runs",
     "is_main_process",

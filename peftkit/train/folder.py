@@ -121,6 +121,11 @@ def _replace(path: Path, text: str) -> None:
         raise
 
 
+def without_own(record: Mapping[str, Any]) -> dict[str, Any]:
+    """An adapter's record without the fields that its writer fills in."""
+    return {key: value for key, value in record.items() if key not in ("uid", "format", "parts")}
+
+
 def versions() -> dict[str, str]:
     """Versions of what a run's bits depend on."""
     packages = ("peftkit", "torch", "transformers", "accelerate", "bitsandbytes", "tokenizers", "safetensors")

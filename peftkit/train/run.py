@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from peftkit.train.folder import (
     check_wandb,
     claim,
     machine,
+    without_own,
     write_json,
 )
 from peftkit.train.generate import generate_answers
@@ -280,12 +281,7 @@ def _export(prepared: Prepared, trainer: Trainer, out: Path) -> Artifact:
     if trainer.state.best_step is None:
         return save_adapter(prepared.model, out, **last)
     best = read_adapter(out / BEST)
-    return write_parts(out, [(part.config, part.tensors) for part in best.parts], _without_own(best.record))
-
-
-def _without_own(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record without the fields that the writer fills in."""
-    return {key: value for key, value in record.items() if key not in ("uid", "format", "parts")}
+    return write_parts(out, [(part.config, part.tensors) for part in best.parts], without_own(best.record))
 
 
 def _summarise(prepared: Prepared, trainer: Trainer, artifact: Artifact) -> RunSummary:

@@ -44,6 +44,22 @@ def test_a_run_ends_with_its_figures_and_the_adapters_folder(recipe: str, tmp_pa
     assert record["recipe"]["optim"]["lr"] == 1e-3
 
 
+def test_a_run_is_deployed_under_its_own_name_with_nothing_but_the_adapter(
+    recipe: str, tmp_path: Path, capsys: Capture
+) -> None:
+    served = tmp_path / "served"
+    for lr in ("1e-3", "2e-3"):  # a second run takes the place of the first
+        options = (f"optim.lr={lr}", "train.max_steps=2", "--overwrite", "--deploy", str(served))
+        code, _, err = answer(capsys, recipe, *options)
+        assert code == 0 and f"deployed to {served / 'run'}" in err
+        assert read_adapter(served / "run").uid == read_adapter(tmp_path / "run").uid
+    files = {path.name for path in (served / "run").iterdir()}
+    assert files == {"adapter_config.json", "adapter_model.safetensors", "peftkit.json"}
+    assert [path.name for path in served.iterdir()] == ["run"]
+    code, _, err = answer(capsys, recipe, f"out={tmp_path / 'no name'}", "--deploy", str(served))
+    assert code == 2 and "--deploy" in err and not (tmp_path / "no name").exists()
+
+
 def test_json_is_one_object_on_stdout(recipe: str, tmp_path: Path, capsys: Capture) -> None:
     code, out, _ = answer(capsys, recipe, "--json")
     summary = json.loads(out)
