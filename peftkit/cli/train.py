@@ -46,6 +46,7 @@ def command(
                 for summary in summaries:
                     output.note(f"deployed to {train.deploy(summary.out, deploy)}")
             _emit(summaries, _summary_text)
+        train.leave()
 
 
 def _emit(results: Sequence[Any], text: Callable[[Any], str]) -> None:

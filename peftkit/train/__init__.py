@@ -4,7 +4,7 @@ from peftkit.train.deploy import check_deployment, deploy
 from peftkit.train.dry_run import DryRun, dry_run, dry_runs
 from peftkit.train.interrupt import Interrupted
 from peftkit.train.memory import MemoryEstimate
-from peftkit.train.processes import is_main_process
+from peftkit.train.processes import is_main_process, leave
 from peftkit.train.run import OpenBar, RunSummary, train, train_runs
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "dry_run",
     "dry_runs",
     "is_main_process",
+    "leave",
     "train",
     "train_runs",
 ]

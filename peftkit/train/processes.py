@@ -37,6 +37,12 @@ def check_launch() -> None:
             )
 
 
+def leave() -> None:
+    """Ends what processes of one run talk over: left to the interpreter's end, its threads may abort the process."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def share(batches: Sequence[Batch], index: int, count: int) -> list[Batch]:
     """The micro-batches that process `index` of `count` takes: whole ones, or rows of them where there are fewer."""
     parts = -(-count // len(batches))

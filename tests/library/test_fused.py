@@ -338,6 +338,7 @@ def test_an_activation_that_is_not_known_is_computed_by_the_module(seed: int) ->
 def test_a_step_can_be_rehearsed_and_takes_less(seed: int, quantised: bool, variant: Any) -> None:
     torch.manual_seed(seed)
     model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "hidden_size": 64, "intermediate_size": 256}))
+    model.to(torch.bfloat16)  # of which the modules' own LoRA makes float32 copies
     if quantised:
         for layer in model.base_model.layers:
             for block in (layer.self_attn, layer.mlp):
@@ -345,11 +346,12 @@ def test_a_step_can_be_rehearsed_and_takes_less(seed: int, quantised: bool, vari
                     if isinstance(linear, nn.Linear):
                         setattr(block, name, nf4(linear))
     model.requires_grad_(False)
-    model = attach(model, LoraConfig(r=4, alpha=8, variant=variant, dropout=0.1)).train()
-    own = rehearse(model, Shape(rows=2, length=40, tokens=80, targets=70), packed=False)
+    # without dropout, whose reference on a CPU hashes each element's place in 64 bits
+    model = attach(model, LoraConfig(r=4, alpha=8, variant=variant)).train()
+    own = rehearse(model, Shape(rows=8, length=200, tokens=1600, targets=1500), packed=False)
     fuse(model)
-    fused = rehearse(model, Shape(rows=2, length=40, tokens=80, targets=70), packed=False)
-    assert 0 < fused.activations < own.activations
+    fused = rehearse(model, Shape(rows=8, length=200, tokens=1600, targets=1500), packed=False)
+    assert 0 < fused.activations < 0.9 * own.activations
     assert loss_and_gradients(model, a_batch(seed))[0].isfinite()
 
 
