@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from peftkit.artifact.adapters_library import read_adapters_library
-from peftkit.artifact.identity import uid_of, uid_of_parts
+from peftkit.artifact.identity import NAME, uid_of, uid_of_parts
 from peftkit.artifact.reader import Artifact, Part, read_adapter
 from peftkit.artifact.writer import write_adapter, write_adapters_library, write_files, write_parts
 from peftkit.base import BaseInfo
@@ -23,6 +23,7 @@ from peftkit.methods import (
 )
 
 __all__ = [
+    "NAME",
     "Artifact",
     "Part",
     "base_record",

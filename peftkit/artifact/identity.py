@@ -2,12 +2,16 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from peftkit.methods import AnyConfig
+
+NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,128}")
+"""What an adapter may be called where it is served; a tenant too."""
 
 
 def uid_of(config: AnyConfig, tensors: Mapping[str, Tensor]) -> str:

@@ -1,6 +1,7 @@
 """`peftkit bench`: what this machine does, beside peers and floors."""
 
 import json
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import typer
 
 from peftkit.cli import output
 from peftkit.errors import InputError, RunError
+
+Line = dict[str, Any]
 
 app = typer.Typer(help="Benchmarks: one JSON line a case, then a table.")
 
@@ -181,13 +184,9 @@ def _serve_engine(
     from peftkit_bench import serve_tables as tables
     from peftkit_bench.serve_cases import measure
 
-    shared, lines, peers = bench.facts(settings), list[dict[str, Any]](), list[dict[str, Any]]()
-    for line in measure(cases, settings, sizes, limit):
-        lines.append(line)
-        _write_line({**line, **shared}, out)
-    for line in () if peer is None else bench.peer_lines(peer, settings):
-        peers.append(line)
-        _write_line(line, out)
+    shared = bench.facts(settings)
+    lines = _written(measure(cases, settings, sizes, limit), shared, out)
+    peers = [] if peer is None else _written(bench.peer_lines(peer, settings), {}, out)
     found = (
         (bench.HEADERS, bench.rows(lines, peers)),
         (tables.HEADERS, tables.rows(lines)),
@@ -209,10 +208,8 @@ def _serve_http(
     from peftkit_bench import serve_http as bench
 
     settings = bench.settings_of(shape, quant, device, num_pages, streams, seconds, quick=quick)
-    shared, lines = bench.facts(settings), list[dict[str, Any]]()
-    for line in bench.measure(settings):
-        lines.append(line)
-        _write_line({**line, **shared}, out)
+    shared = bench.facts(settings)
+    lines = _written(bench.measure(settings), shared, out)
     output.emit({**shared, "cases": lines}, lambda: output.table(bench.HEADERS, bench.rows(lines)))
 
 
@@ -277,16 +274,13 @@ def _train(
     from peftkit_bench.train_peers import peer_lines
 
     shared = bench.facts(settings)
-    lines, theirs = list[dict[str, Any]](), list[dict[str, Any]]()
-    for line in bench.measure(cases, settings, shared["dense_tflops"]):
-        lines.append(line)
-        _write_line({**line, **shared}, out)
-    for line in chain(compare(settings) if losses else (), train_longest.longest(settings) if longest else ()):
-        lines.append(line)
-        _write_line({**line, **shared}, out)
-    for line in () if peers is None else peer_lines(peers, cases, limit_s=peers_limit):
-        theirs.append(line)
-        _write_line(line, out)
+    measured = chain(
+        bench.measure(cases, settings, shared["dense_tflops"]),
+        compare(settings) if losses else (),
+        train_longest.longest(settings) if longest else (),
+    )
+    lines = _written(measured, shared, out)
+    theirs = [] if peers is None else _written(peer_lines(peers, cases, limit_s=peers_limit), {}, out)
     tables = (
         (bench.HEADERS, bench.rows(lines, theirs)),
         (bench.PROFILE_HEADERS, bench.profile_rows(lines)),
@@ -306,6 +300,15 @@ def _counts(option: str, text: str, *, least: int) -> tuple[int, ...]:
     if not all(part.isdigit() and int(part) >= least for part in parts):
         raise InputError(f"{option} {text}: numbers from {least} on are wanted, with commas between", field=option[2:])
     return tuple(int(part) for part in parts)
+
+
+def _written(found: Iterable[Line], shared: Line, out: Path | None) -> list[Line]:
+    """The lines, each of which is written, with what all share, as soon as it is there."""
+    lines: list[Line] = []
+    for line in found:
+        lines.append(line)
+        _write_line({**line, **shared}, out)
+    return lines
 
 
 def _write_line(line: dict[str, Any], out: Path | None) -> None:

@@ -1,6 +1,5 @@
 """`peftkit serve`: one base and its adapters over HTTP, until SIGTERM or Ctrl-C."""
 
-import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
@@ -14,8 +13,6 @@ from peftkit.errors import InputError
 if TYPE_CHECKING:
     from peftkit.base import BaseInfo
     from peftkit_serve import Engine
-
-_NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,128}")
 
 
 class _Sizes(NamedTuple):
@@ -83,28 +80,17 @@ def command(
     named = [_named(spec) for spec in adapter or []]
     watched = None if adapters is None else _watched(adapters)
 
-    from peftkit.base import auto_device
-    from peftkit_serve import AsyncEngine, Engine
+    from peftkit_serve import AsyncEngine
     from peftkit_serve.http import Settings, bind, create_app, is_loopback, serve, url_of, write_json_lines
     from peftkit_serve.http.access import Caller
     from peftkit_serve.http.tracing import open_provider
-    from peftkit_serve.tenants.fair_share import FairShare
     from peftkit_serve.tenants.places import database_of, has_tenants, store_of
 
     database = database_of(db, store)
     with bind(host, port, any_client=no_auth or has_tenants(database)) as listener, ExitStack() as at_end:
         if tracer_provider := open_provider(otlp_traces_endpoint):
             at_end.callback(tracer_provider.shutdown)
-        sizes = _GPU_SIZES if auto_device("auto").type == "cuda" else _CPU_SIZES
-        engine = Engine(
-            base,
-            quant=quant,
-            deterministic=deterministic,
-            policy=FairShare(),
-            max_requests=max_requests or sizes.requests,
-            max_tokens_per_step=max_tokens_per_step or sizes.tokens_per_step,
-            max_adapters=max_adapters or sizes.adapters,
-        )
+        engine = _engine(base, quant, deterministic, max_requests, max_tokens_per_step, max_adapters)
         served_name = name_of(engine.base)
         _add_named(engine, served_name, named)
         local = is_loopback(listener)
@@ -131,6 +117,30 @@ def command(
         serve(app, listener, ready)
 
 
+def _engine(
+    base: str,
+    quant: Literal["nf4", "none"],
+    deterministic: bool,
+    max_requests: int | None,
+    max_tokens_per_step: int | None,
+    max_adapters: int | None,
+) -> "Engine":
+    from peftkit.base import auto_device
+    from peftkit_serve import Engine
+    from peftkit_serve.tenants.fair_share import FairShare
+
+    sizes = _GPU_SIZES if auto_device("auto").type == "cuda" else _CPU_SIZES
+    return Engine(
+        base,
+        quant=quant,
+        deterministic=deterministic,
+        policy=FairShare(),
+        max_requests=max_requests or sizes.requests,
+        max_tokens_per_step=max_tokens_per_step or sizes.tokens_per_step,
+        max_adapters=max_adapters or sizes.adapters,
+    )
+
+
 def name_of(base: "BaseInfo") -> str:
     """What `model` calls a base: its embedded name or hub id, else its folder's or file's own name."""
     path = Path(base.name)
@@ -141,8 +151,10 @@ def name_of(base: "BaseInfo") -> str:
 
 def _named(spec: str) -> tuple[str, Path]:
     """NAME=PATH, taken apart."""
+    from peftkit.artifact import NAME
+
     name, _, path = spec.partition("=")
-    if not path or not _NAME.fullmatch(name):
+    if not path or not NAME.fullmatch(name):
         raise InputError(
             f"--adapter {spec}: must be NAME=PATH, the name of letters, digits, '.', '_' and '-'", field="adapter"
         )

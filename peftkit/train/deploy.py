@@ -1,22 +1,18 @@
 """Putting a finished run's adapter where a server looks for it."""
 
-import re
 from pathlib import Path
 
-from peftkit.artifact import read_adapter, write_parts
+from peftkit.artifact import NAME, read_adapter, write_parts
 from peftkit.errors import InputError
 from peftkit.recipe import Runs
 from peftkit.train.folder import without_own
-
-_NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,128}")
-"""What a server takes for an adapter's name."""
 
 
 def check_deployment(runs: Runs, folder: Path) -> None:
     """Raises InputError where the runs' adapters can't be put into `folder`, each under its out folder's name."""
     names = [Path(recipe.out).expanduser().resolve().name for recipe in runs.recipes]
     for name in names:
-        if not _NAME.fullmatch(name):
+        if not NAME.fullmatch(name):
             raise InputError(
                 f"--deploy: out ends in '{name}', which can't be an adapter's name: use letters, digits, '.', '_', '-'",
                 field="deploy",

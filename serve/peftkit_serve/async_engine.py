@@ -255,8 +255,7 @@ class AsyncEngine:
     def _note_starts(self, begin: float) -> None:
         """Books the step that began at `begin` as the first one of all that waited and don't any more."""
         if self._unstarted:
-            waiting = {live.request_id for live in self.engine._scheduler.waiting}
-            for request_id in self._unstarted.keys() - waiting:
+            for request_id in self._unstarted.keys() - self.engine.waiting():
                 self._unstarted.pop(request_id).started = begin
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:

@@ -328,6 +328,10 @@ class Engine:
         live = self._scheduler.get(request_id)
         return None if live is None else self._end(live, "abort")
 
+    def waiting(self) -> set[str]:
+        """Ids of the requests that no step has taken in yet, or that were put back."""
+        return {live.request_id for live in self._scheduler.waiting}
+
     def has_work(self) -> bool:
         """Whether a request has not ended."""
         return self._scheduler.has_work()

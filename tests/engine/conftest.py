@@ -1,7 +1,9 @@
 """A tiny random base with a tokenizer, adapter folders for it, and engines over it."""
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTra
 
 from peftkit.artifact import write_adapter
 from peftkit.base import module_shapes
+from peftkit.errors import AdapterError
 from peftkit.methods import (
     BottleneckConfig,
     LoraConfig,
@@ -22,8 +25,11 @@ from peftkit.methods import (
 )
 from peftkit.methods.prefix import kv_width
 from peftkit_serve import Engine
+from peftkit_serve.pages import PAGE_TOKENS, PageAllocator, Prefix, pages_for
 from peftkit_serve.plan import StepPlan, StepResult
+from peftkit_serve.request import SamplingParams
 from peftkit_serve.runner import Launched
+from peftkit_serve.scheduler import Residence, Scheduler, Sequence
 
 CONTEXT = 160
 
@@ -208,3 +214,163 @@ def record_logits(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], dict[tu
         return seen
 
     return watch
+
+
+@dataclass
+class FakeAdapters:
+    """LoRA slots and prefixes without tensors. A uid "p20" is a prompt of 20 virtual tokens, any other a LoRA."""
+
+    pages: PageAllocator
+    num_slots: int = 2
+    references: Counter[str] = field(default_factory=Counter)
+    pins: Counter[str] = field(default_factory=Counter)
+    slots: dict[str, int] = field(default_factory=dict)
+    prefixes: dict[str, Prefix] = field(default_factory=dict)
+    broken: set[str] = field(default_factory=set)
+
+    def retain(self, uid: str) -> None:
+        self.references[uid] += 1
+
+    def release(self, uid: str) -> None:
+        assert self.references[uid] > self.pins[uid]
+        self.references[uid] -= 1
+
+    def num_pages_to_pin(self, uid: str) -> int:
+        return pages_for(int(uid[1:])) if uid[0] == "p" and uid not in self.prefixes else 0
+
+    def pin(self, uid: str) -> Residence | None:
+        if uid in self.broken:
+            raise AdapterError(f"{uid} is broken")
+        if uid[0] == "p":
+            if uid not in self.prefixes:
+                size = int(uid[1:])
+                self.prefixes[uid] = Prefix(tuple(self.pages.take(pages_for(size))), size)
+            self.pins[uid] += 1
+            return Residence(prefix=self.prefixes[uid])
+        if uid not in self.slots:
+            taken = {slot for other, slot in self.slots.items() if self.pins[other]}
+            free = sorted(set(range(self.num_slots)) - taken)
+            if not free:
+                return None
+            self.slots = {other: slot for other, slot in self.slots.items() if slot != free[0]} | {uid: free[0]}
+        self.pins[uid] += 1
+        return Residence(slot=self.slots[uid])
+
+    def unpin(self, uid: str) -> None:
+        assert self.pins[uid] > 0
+        self.pins[uid] -= 1
+
+    def reclaim(self, num_pages: int, keep: str | None) -> bool:
+        chosen = [uid for uid in self.prefixes if not self.pins[uid] and uid != keep]
+        if sum(len(self.prefixes[uid].pages) for uid in chosen) < num_pages:
+            return False
+        for uid in chosen:
+            self.pages.release(self.prefixes.pop(uid).pages)
+        return True
+
+
+class Bench:
+    """A scheduler, its fakes, and a model whose next token is always 7."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int = 64,
+        budget: int = 32,
+        max_requests: int = 8,
+        slots: int = 2,
+        bypass: int = 4,
+        wait_steps: int = 1024,
+        ahead: bool = False,
+        cache: bool = False,
+    ):
+        self.pages = PageAllocator(num_pages)
+        self.adapters = FakeAdapters(self.pages, slots)
+        self.scheduler = Scheduler(
+            self.pages,
+            self.adapters,
+            max_tokens_per_step=budget,
+            max_requests=max_requests,
+            max_bypass=bypass,
+            max_wait_steps=wait_steps,
+            prefix_cache=cache,
+        )
+        self.budget = budget
+        self.ahead = ahead
+        self.under_way: StepPlan | None = None
+        self.done: list[str] = []
+        self.admitted: list[str] = []
+
+    def add(
+        self, name: str, prompt: int | list[int] = 4, max_tokens: int = 3, uid: str | None = None, tenant: str = ""
+    ) -> None:
+        virtual = int(uid[1:]) if uid and uid[0] == "p" else 0
+        params, ids = SamplingParams(max_tokens=max_tokens), prompt if isinstance(prompt, list) else list(range(prompt))
+        self.scheduler.add(Sequence(name, ids, len(ids), params, seed=0, uid=uid, num_virtual=virtual, tenant=tenant))
+
+    def step(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        for sequence, _ in self.scheduler.take_rejected():
+            self.scheduler.finish(sequence.request_id)
+            self.done.append(sequence.request_id)
+        self.admitted += [c.request_id for c in plan.chunks if c.start == c.num_virtual and self._is_new(c.request_id)]
+        assert sum(len(chunk.token_ids) for chunk in plan.chunks) <= self.budget
+        assert all(len(c.block_table) * PAGE_TOKENS >= c.start + len(c.token_ids) for c in plan.chunks)
+        self.check()
+        booked, self.under_way = (self.under_way, plan) if self.ahead else (plan, None)
+        if booked is not None:
+            self.book(booked)
+        return plan
+
+    def book(self, plan: StepPlan) -> None:
+        result = StepResult({chunk.request_id: 7 for chunk in plan.chunks if chunk.sample})
+        for sequence in self.scheduler.update(plan, result):
+            if sequence.num_generated == sequence.params.max_tokens:
+                self.scheduler.finish(sequence.request_id)
+                self.done.append(sequence.request_id)
+        self.check()
+
+    def _is_new(self, name: str) -> bool:
+        return name not in self.admitted
+
+    def run(self, max_steps: int = 10_000) -> int:
+        steps = 0
+        while self.scheduler.has_work():
+            self.step()
+            steps += 1
+            assert steps < max_steps, "starved"
+        self.check_idle()
+        return steps
+
+    def traffic(self, rng: random.Random, add: Callable[[str], None]) -> None:
+        """60 requests, some of which are aborted, with steps in between; then runs to the end."""
+        for number in range(60):
+            add(str(number))
+            for _ in range(rng.randint(0, 4)):
+                if self.scheduler.has_work():
+                    self.step()
+            live = [s.request_id for s in (*self.scheduler.running, *self.scheduler.waiting)]
+            if live and rng.random() < 0.15:
+                self.scheduler.finish(rng.choice(live))
+                self.check()
+        self.run()
+
+    def check(self) -> None:
+        held = self.scheduler.check_integrity()
+        for prefix in self.adapters.prefixes.values():
+            held.update(prefix.pages)
+        self.pages.check_integrity(held)
+        queued = [*self.scheduler.running, *self.scheduler.waiting]
+        assert +self.adapters.references == Counter(s.uid for s in queued if s.uid)
+        assert +self.adapters.pins == Counter(s.uid for s in self.scheduler.running if s.uid)
+
+    def check_idle(self) -> None:
+        self.adapters.reclaim(0, None)
+        assert not +self.adapters.references and not +self.adapters.pins
+        self.pages.check_integrity({})
+
+
+@pytest.fixture
+def make_bench() -> type[Bench]:
+    """A scheduler over fakes, for tests of what it plans."""
+    return Bench

@@ -121,9 +121,21 @@ def bomb() -> bytes:
     return packed.getvalue()
 
 
+def damaged(how: int) -> bytes:
+    """A zip that is whole but for the packed bytes of its file."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", how) as archive:
+        archive.writestr("adapter_config.json", json.dumps({str(number): number for number in range(300)}))
+    content = bytearray(packed.getvalue())
+    start = 30 + len("adapter_config.json")
+    content[start : start + 200] = b"\xff" * 200
+    return bytes(content)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "status"),
     [
+        *(("a.zip", damaged(how), 400) for how in (zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)),
         ("a.tar", tar_of(member("../adapter_config.json")), 400),
         ("a.tar", tar_of(member("/etc/passwd")), 400),
         ("a.tar", tar_of(member("adapter_config.json", tarfile.SYMTYPE, "/etc/passwd")), 400),
@@ -145,7 +157,7 @@ def bomb() -> bytes:
         ("adapter_model.safetensors", b"", 400),
         ("adapter_model.bin", b"\x80\x04", 400),
     ],
-    ids=range(20),
+    ids=range(23),
 )
 def test_files_that_are_no_adapter_are_refused_and_leave_nothing(
     served: Any, tmp_path: Path, name: str, content: bytes, status: int

@@ -1,18 +1,16 @@
 """Runs cases: one JSON line each, as soon as it is measured."""
 
 import gc
-import platform
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from peftkit_bench.kernels import ahead
 from peftkit_bench.kernels.case import Case, NotInstalled
+from peftkit_bench.provenance import commit, versions
 from peftkit_bench.timing import Call, Timing, card, measure_ceilings, time_calls
 
 _PACKAGES = ("peftkit", "torch", "triton", "bitsandbytes", "vllm")
@@ -45,8 +43,8 @@ def facts(seed: int) -> Line:
     _free()
     return {
         "hardware": card(),
-        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda, **_versions()},
-        "commit": _commit(),
+        "versions": versions(_PACKAGES),
+        "commit": commit(),
         "seed": seed,
         "ceilings": ceilings,
     }
@@ -116,26 +114,6 @@ def _free() -> None:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:300]
-
-
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
-
-
-def _commit() -> str | None:
-    """The checkout's commit; None outside one."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return None
-    return found.stdout.strip() if found.returncode == 0 else None
 
 
 def rows(lines: Sequence[Line]) -> list[list[object]]:

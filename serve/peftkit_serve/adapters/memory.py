@@ -16,7 +16,7 @@ import bisect
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
@@ -131,7 +131,7 @@ class AdapterMemory:
 
     def used_bytes(self) -> int:
         """Bytes that resident adapters take."""
-        return UNIT_BYTES * sum(extent[1] for extent in self._extents)
+        return sum(packed.nbytes for packed in list(self._resident.values()))  # read by other threads too
 
     def fits(self, nbytes: int) -> bool:
         """Whether an adapter of that many bytes can be loaded now. Holes never stand in the way: see `load`."""
@@ -178,9 +178,7 @@ class AdapterMemory:
         assert slot not in self._resident, f"slot {slot} is taken"
         assert self.fits(packed.nbytes), f"{packed.nbytes} bytes wanted, {self.used_bytes()} are used"
         try:
-            for index, layer in enumerate(packed.layers):
-                if layer.num_units:
-                    bisect.insort(self._extents, (self._place(layer.num_units), layer.num_units, slot, index))
+            self._settle(slot, packed)
             self._resident[slot] = packed
             if self._loading is not None and self._vacated is not None:
                 self._loading.wait_event(self._vacated)
@@ -244,11 +242,11 @@ class AdapterMemory:
     def _copy_in(self, slot: int, packed: PackedAdapter) -> None:
         """Queues the copy of a slot's extents, whose places are known, and of its tables."""
         try:
-            for start, _, owner, index in self._extents:
-                if owner == slot:
-                    weights = packed.layers[index].weights
-                    self._weights_at(start, weights.numel()).copy_(weights, non_blocking=True)
-            self._write_tables(slot)
+            starts = {extent[3]: extent[0] for extent in self._extents if extent[2] == slot}
+            for index, start in starts.items():
+                weights = packed.layers[index].weights
+                self._weights_at(start, weights.numel()).copy_(weights, non_blocking=True)
+            self._write_tables(slot, starts)
         finally:  # one that fails midway may have queued something too
             if self._loading is not None:
                 self._arrivals[slot] = _mark(self._loading)
@@ -256,16 +254,24 @@ class AdapterMemory:
     def _weights_at(self, start: int, num_elements: int) -> Tensor:
         return self.weights[start * self._unit :][:num_elements]
 
-    def _place(self, units: int) -> int:
-        """First unit of the first hole that is long enough."""
+    def _settle(self, slot: int, packed: PackedAdapter) -> None:
+        """Finds an extent for each layer in one pass: the first hole that is long enough, from the layer before on."""
+        wanted = [(layer.num_units, index) for index, layer in enumerate(packed.layers) if layer.num_units]
+        found: list[tuple[int, int, int, int]] = []
         end = 0
-        for start, length, _, _ in self._extents:
-            if start - end >= units:
-                return end
+        for start, length, *_ in chain(self._extents, [(self._num_units, 0)]):
+            while len(found) < len(wanted) and end + wanted[len(found)][0] <= start:
+                units, index = wanted[len(found)]
+                found.append((end, units, slot, index))
+                end += units
+            if len(found) == len(wanted):
+                break
             end = start + length
-        if end + units > self._num_units:
-            end = self._slide_together()
-        return end
+        if len(found) < len(wanted):
+            ends = accumulate((units for units, _ in wanted), initial=self._slide_together())
+            found = [(start, units, slot, index) for start, (units, index) in zip(ends, wanted, strict=False)]
+        for extent in found:
+            bisect.insort(self._extents, extent)
 
     def _slide_together(self) -> int:
         """Moves every extent to the front, without holes between; returns the first free unit."""
@@ -277,15 +283,18 @@ class AdapterMemory:
                 self._weights_at(end, units * self._unit).copy_(moved)
                 self._extents[index] = (end, units, slot, layer)
             end += units
+        starts: dict[int, dict[int, int]] = {slot: {} for slot in self._resident}
+        for start, _, slot, layer in self._extents:
+            starts[slot][layer] = start
         for slot in self._resident:
-            self._write_tables(slot)
+            self._write_tables(slot, starts[slot])
         self._mark_vacated()
         return end
 
-    def _write_tables(self, slot: int) -> None:
+    def _write_tables(self, slot: int, starts: Mapping[int, int]) -> None:
+        """starts: layer → first unit of its extent."""
         packed = self._resident[slot]
-        starts = {extent[3]: extent[0] * self._unit for extent in self._extents if extent[2] == slot}
-        start_L = np.array([starts.get(index, 0) for index in range(len(packed.layers))])
+        start_L = np.array([starts.get(index, 0) * self._unit for index in range(len(packed.layers))])
         columns = packed.columns.moved(start_L)
         for table, column in zip(chain(self._lora, self._bottleneck), chain(*columns), strict=True):
             values = torch.from_numpy(column).to(table.dtype)

@@ -7,7 +7,6 @@ Reading a folder happens on the loader's thread; `register` and `remove` change 
 steps. Everything else may be called from any thread.
 """
 
-import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,12 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from peftkit.artifact import NAME
 from peftkit.errors import InputError, RunError, did_you_mean
 from peftkit.methods import LoraConfig
 from peftkit_serve.adapters.loader import AdapterLoader, LoadedAdapter
 from peftkit_serve.adapters.pool import AdapterPool
-
-_NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,128}")
 
 AdapterState = Literal["ready", "failed", "draining", "gone"]
 
@@ -107,7 +105,7 @@ class AdapterStore:
         return self._reserve(name, Path(path), lambda: self._loader.submit(path))
 
     def _reserve(self, name: str, path: Path, load: Callable[[], Future[LoadedAdapter]]) -> Ticket:
-        if not _NAME.fullmatch(name):
+        if not NAME.fullmatch(name):
             raise InputError(
                 f"{name[:140]!r} can't be an adapter's name: use 1 to 128 letters, digits, '.', '_' and '-', "
                 "not dots alone",

@@ -11,6 +11,7 @@ killed between that and the database's change leaves the note, which the next on
 import gzip
 import hashlib
 import json
+import lzma
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ import tarfile
 import tempfile
 import time
 import zipfile
+import zlib
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,6 +32,9 @@ MAX_FILES = 9
 MAX_JSON_BYTES = 2**20
 MAX_HEADER_BYTES = 2**24
 _BLOCK_BYTES = 2**20
+_UNREADABLE = (zipfile.BadZipFile, tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError, RuntimeError)
+"""What reading an archive raises: OSError by gzip and bz2, RuntimeError for one that is encrypted, or packed in a way
+that isn't known."""
 _KEEP_S = 3600.0
 """How long what another process may be working on is left alone."""
 
@@ -137,7 +142,9 @@ class Arrival:
         try:
             for name, source in members:
                 self._take(name, source)
-        except (zipfile.BadZipFile, tarfile.TarError, EOFError, OSError, RuntimeError, NotImplementedError) as error:
+        except _UNREADABLE as error:
+            if getattr(error, "errno", None) is not None:
+                raise  # the disk's fault, not the archive's
             raise AdapterError(f"the archive can't be read ({type(error).__name__})") from error
 
     def _take(self, name: str, source: IO[bytes]) -> None:
