@@ -11,7 +11,6 @@ from peftkit_kernels.grouped import BOTTLENECK_INPUTS, NON_LINEARITIES
 from peftkit_kernels.reference import pack_linear
 from peftkit_kernels.segments import MAX_RANK, Segments, max_width, sort_by_slot
 from peftkit_kernels.training import (
-    add_rms_norm_grad,
     cross_entropy,
     cross_entropy_grad,
     gated_grad,
@@ -49,7 +48,6 @@ __all__ = [
     "copy_pages",
     "sample",
     "rms_norm_grad",
-    "add_rms_norm_grad",
     "rotate_grad",
     "gated_grad",
     "cross_entropy",

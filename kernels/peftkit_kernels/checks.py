@@ -208,19 +208,10 @@ def rms_norm_forward(x_NH: Tensor, weight_H: Tensor, eps: float) -> None:
     _tensor("weight_H", weight_H, (x_NH.shape[-1],), (x_NH.dtype,), x_NH)
 
 
-def add_rms_norm_forward(x_NH: Tensor, residual_NH: Tensor, weight_H: Tensor, eps: float) -> None:
-    rms_norm_forward(x_NH, weight_H, eps)
-    _same("residual_NH", residual_NH, x_NH)
-
-
-def rms_norm_backward(
-    dy_NH: Tensor, x_NH: Tensor, weight_H: Tensor, scale_N: Tensor, dsum_NH: Tensor | None = None
-) -> None:
+def rms_norm_backward(dy_NH: Tensor, x_NH: Tensor, weight_H: Tensor, scale_N: Tensor) -> None:
     rms_norm_forward(x_NH, weight_H, 0.0)
     _same("dy_NH", dy_NH, x_NH)
     _tensor("scale_N", scale_N, tuple(x_NH.shape[:-1]), (torch.promote_types(x_NH.dtype, torch.float32),), x_NH)
-    if dsum_NH is not None:
-        _same("dsum_NH", dsum_NH, x_NH)
 
 
 def rotate(q_NQD: Tensor, k_NKD: Tensor, cos_ND: Tensor, sin_ND: Tensor, inverse: bool = False) -> None:

@@ -37,7 +37,6 @@ TRITON: Mapping[str, str] = MappingProxyType(
         "silu_and_mul": "triton.activation",
         "paged_attention": "triton.attention",
         "rope_write_kv": "triton.rope",
-        "add_rms_norm_forward": "triton.training_norm",
         "rms_norm_forward": "triton.training_norm",
         "rms_norm_backward": "triton.training_norm",
         "rotate": "triton.training_rope",

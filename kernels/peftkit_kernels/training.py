@@ -17,7 +17,6 @@ from peftkit_kernels import checks, training_steps
 from peftkit_kernels.dispatch import dispatched, unchecked
 
 rms_norm_forward = dispatched(checks.rms_norm_forward)(training_steps.rms_norm_forward)
-add_rms_norm_forward = dispatched(checks.add_rms_norm_forward)(training_steps.add_rms_norm_forward)
 rms_norm_backward = dispatched(checks.rms_norm_backward)(training_steps.rms_norm_backward)
 rotate = dispatched(checks.rotate)(training_steps.rotate)
 gated = dispatched(checks.gated)(training_steps.gated)
@@ -38,12 +37,6 @@ def rms_norm_grad(x_NH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """
     _refuse_gradient(weight_H)
     return _RmsNorm.apply(x_NH, weight_H, eps)
-
-
-def add_rms_norm_grad(x_NH: Tensor, residual_NH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """RMS norm of x + residual, and the sum: (y, sum). Saves the sum and a float32 number a row."""
-    _refuse_gradient(weight_H)
-    return _AddRmsNorm.apply(x_NH, residual_NH, weight_H, eps)
 
 
 def rotate_grad(q_NQD: Tensor, k_NKD: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,22 +69,6 @@ class _RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_NH: Tensor) -> tuple[Tensor | None, ...]:
         return _rms_norm_backward(dy_NH, *ctx.saved_tensors), None, None
-
-
-class _AddRmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_NH: Tensor, residual_NH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        y_NH, sum_NH, scale_N = add_rms_norm_forward(x_NH, residual_NH, weight_H, eps)
-        ctx.save_for_backward(sum_NH, weight_H, scale_N)
-        ctx.set_materialize_grads(False)
-        return y_NH, sum_NH
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_NH: Tensor | None, dsum_NH: Tensor | None) -> tuple[Tensor | None, ...]:
-        sum_NH, weight_H, scale_N = ctx.saved_tensors
-        dx_NH = dsum_NH if dy_NH is None else _rms_norm_backward(dy_NH, sum_NH, weight_H, scale_N, dsum_NH)
-        return dx_NH, dx_NH, None, None
 
 
 class _Rotate(torch.autograd.Function):

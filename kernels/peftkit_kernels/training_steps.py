@@ -24,27 +24,16 @@ def rms_norm_forward(x_NH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor
     return (wide_NH * scale_N.unsqueeze(-1) * weight_H).to(x_NH.dtype), scale_N
 
 
-def add_rms_norm_forward(
-    x_NH: Tensor, residual_NH: Tensor, weight_H: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`rms_norm_forward` of x + residual. Returns (y, sum, scale_N); the norm is of the sum as it is kept."""
-    sum_NH = x_NH + residual_NH
-    y_NH, scale_N = rms_norm_forward(sum_NH, weight_H, eps)
-    return y_NH, sum_NH, scale_N
-
-
-def rms_norm_backward(
-    dy_NH: Tensor, x_NH: Tensor, weight_H: Tensor, scale_N: Tensor, dsum_NH: Tensor | None = None
-) -> Tensor:
+def rms_norm_backward(dy_NH: Tensor, x_NH: Tensor, weight_H: Tensor, scale_N: Tensor) -> Tensor:
     """The gradient of RMS norm's input.
 
-    Semantics, with n = x * scale and g = dy * weight: `dx = scale * (g - n * mean(g * n)) + dsum`. scale_N is
-    `rms_norm_forward`'s; dsum_NH is a gradient that reaches x past the norm.
+    Semantics, with n = x * scale and g = dy * weight: `dx = scale * (g - n * mean(g * n))`. scale_N is
+    `rms_norm_forward`'s.
     """
     scale_N1 = scale_N.unsqueeze(-1)
     normed_NH, weighted_NH = _wide(x_NH) * scale_N1, _wide(dy_NH) * weight_H
     dx_NH = scale_N1 * (weighted_NH - normed_NH * (weighted_NH * normed_NH).mean(-1, keepdim=True))
-    return (dx_NH if dsum_NH is None else dx_NH + dsum_NH).to(x_NH.dtype)
+    return dx_NH.to(x_NH.dtype)
 
 
 def rotate(

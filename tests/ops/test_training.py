@@ -68,23 +68,6 @@ def test_norm_and_its_gradient(seed: int, assert_near: Near, shape: tuple[int, .
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_norm_of_a_sum_takes_gradients_past_the_norm(seed: int, assert_near: Near, dtype: torch.dtype) -> None:
-    x, residual, weight = leaf(4, 24, dtype=dtype), leaf(4, 24, dtype=dtype), torch.randn(24).to(dtype)
-    y, total = ops.add_rms_norm_grad(x, residual, weight, 1e-5)
-    summed = (x.detach() + residual.detach()).double().requires_grad_()  # the norm is of the sum as it is kept
-    dy, dsum = torch.randn(2, 4, 24).to(dtype)
-    (wanted,) = torch.autograd.grad((norm(summed, weight.double()), summed), summed, (dy.double(), dsum.double()))
-    for gradient in torch.autograd.grad((y, total), (x, residual), (dy, dsum), retain_graph=True):
-        assert_near(gradient, wanted, BOUND[dtype])
-    assert_near(y, norm(summed, weight.double()).detach(), BOUND[dtype])
-    assert torch.equal(total, x + residual)
-    (only_sum,) = torch.autograd.grad(total, x, dsum, retain_graph=True)
-    assert torch.equal(only_sum, dsum), "an output that nobody used costs nothing"
-    (wanted,) = torch.autograd.grad(norm(summed, weight.double()), summed, dy.double())
-    assert_near(torch.autograd.grad(y, residual, dy)[0], wanted, BOUND[dtype])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rotation_and_its_gradient(seed: int, assert_near: Near, dtype: torch.dtype) -> None:
     q, k = leaf(5, 4, 8, dtype=dtype), leaf(5, 2, 8, dtype=dtype)
     cos, sin = torch.randn(2, 5, 8)  # halves that differ: no symmetry hides a wrong one
@@ -138,7 +121,6 @@ def test_cross_entropy_leaves_its_gradient_in_the_logits(
 def test_gradients_agree_with_finite_differences(seed: int) -> None:
     weight, cos, sin = (torch.randn(shape, dtype=torch.float64) for shape in ((6,), (3, 6), (3, 6)))
     assert gradcheck(lambda x: ops.rms_norm_grad(x, weight, 1e-5), (leaf(3, 6),))
-    assert gradcheck(lambda x, r: ops.add_rms_norm_grad(x, r, weight, 1e-5), (leaf(3, 6), leaf(3, 6)))
     assert gradcheck(lambda q, k: ops.rotate_grad(q, k, cos, sin), (leaf(3, 2, 6), leaf(3, 1, 6)))
     for activation in ACTIVATE:
         assert gradcheck(lambda g, u, name=activation: ops.gated_grad(g, u, name), (leaf(3, 4), leaf(3, 4)))
@@ -146,7 +128,8 @@ def test_gradients_agree_with_finite_differences(seed: int) -> None:
 
 def block(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """All operations in one small layer: N × 8 as 2 heads of 4."""
-    y, total = ops.add_rms_norm_grad(ops.rms_norm_grad(x, weight, 1e-5), x, weight, 1e-5)
+    total = ops.rms_norm_grad(x, weight, 1e-5) + x
+    y = ops.rms_norm_grad(total, weight, 1e-5)
     q, k = ops.rotate_grad(y.view(-1, 2, 4), total.view(-1, 2, 4), cos, sin)
     return ops.gated_grad(q.flatten(1) * 2, k.flatten(1) * 2, "silu", overwrite=True) + total
 
@@ -191,8 +174,7 @@ def test_tensors_without_data_get_shapes_and_gradients(
 
 STEPS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "rms_norm_forward": lambda: (torch.randn(3, 4), torch.randn(4), 1e-5),
-    "add_rms_norm_forward": lambda: (torch.randn(3, 4), torch.randn(3, 4), torch.randn(4), 1e-5),
-    "rms_norm_backward": lambda: (*torch.randn(2, 3, 4), torch.randn(4), torch.randn(3), torch.randn(3, 4)),
+    "rms_norm_backward": lambda: (*torch.randn(2, 3, 4), torch.randn(4), torch.randn(3)),
     "rotate": lambda: (torch.randn(3, 2, 4), torch.randn(3, 1, 4), *torch.randn(2, 3, 4), True),
     "gated": lambda: (*torch.randn(2, 3, 4), "silu"),
     "gated_backward": lambda: (*torch.randn(3, 3, 4), "gelu"),

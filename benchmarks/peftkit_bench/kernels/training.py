@@ -33,8 +33,6 @@ def cases() -> Iterator[Case]:
         size, angles = _ROWS * hidden, 2 * _ROWS * _HEAD
         norm = partial(_shaped, 1, (_ROWS, hidden), (hidden,))
         yield from _both(model, "norm", {"hidden": hidden}, (2 * size, 3 * size), norm)
-        norm = partial(_shaped, 2, (_ROWS, hidden), (hidden,))
-        yield from _both(model, "add_norm", {"hidden": hidden}, (4 * size, 4 * size), norm)
         size = _ROWS * num_q * _HEAD
         norm = partial(_shaped, 1, (_ROWS, num_q, _HEAD), (_HEAD,))
         yield from _both(model, "norm", {"heads": num_q}, (2 * size, 3 * size), norm)
@@ -100,7 +98,6 @@ def _random(*shape: int) -> Tensor:
 
 _OURS: Mapping[str, Operation] = {
     "norm": lambda x, weight: ops.rms_norm_grad(x, weight, _EPS),
-    "add_norm": lambda x, residual, weight: ops.add_rms_norm_grad(x, residual, weight, _EPS),
     "rotation": ops.rotate_grad,
     "gate": lambda gate, up: ops.gated_grad(gate, up, "silu"),
 }
@@ -110,11 +107,6 @@ def _plain_norm(x: Tensor, weight: Tensor) -> Tensor:
     """As transformers has it."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + _EPS)).to(x.dtype)
-
-
-def _plain_add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    total = x + residual
-    return _plain_norm(total, weight), total
 
 
 def _plain_rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
@@ -127,7 +119,6 @@ def _plain_rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Ten
 
 _PLAIN: Mapping[str, Operation] = {
     "norm": _plain_norm,
-    "add_norm": _plain_add_norm,
     "rotation": _plain_rotation,
     "gate": lambda gate, up: F.silu(gate) * up,
 }
@@ -140,9 +131,6 @@ def _liger_rotation(liger: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) 
 
 _LIGER: Mapping[str, Callable[..., Any]] = {
     "norm": lambda liger, x, weight: liger.liger_rms_norm(x, weight, _EPS, in_place=False),
-    "add_norm": lambda liger, x, residual, weight: liger.liger_fused_add_rms_norm(
-        x, residual, weight, _EPS, in_place=False
-    ),
     "rotation": _liger_rotation,
     "gate": lambda liger, gate, up: liger.liger_swiglu(gate, up),
 }

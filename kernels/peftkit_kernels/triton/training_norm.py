@@ -12,25 +12,32 @@ from torch import Tensor
 
 from peftkit_kernels.triton.compile import Specimen
 
-_FORWARD, _BACKWARD = 32, 16  # values of a row a thread: eight 16-byte loads in flight, over one or two to four tensors
+_FORWARD, _BACKWARD = 32, 16  # values of a row a thread: eight 16-byte loads in flight, over one or two tensors
 
 
 def rms_norm_forward(x_NH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `peftkit_kernels.training_steps.rms_norm_forward`."""
-    y_NH, _, scale_N = _forward(x_NH, None, weight_H, eps)
+    x_NH = x_NH.contiguous()
+    y_NH = torch.empty_like(x_NH)
+    scale_N = torch.empty(x_NH.shape[:-1], dtype=torch.float32, device=x_NH.device)
+    block, rows, num_warps = _config(x_NH.shape[-1], _FORWARD)
+    if num_rows := scale_N.numel():
+        _rms_norm_forward[(-(-num_rows // rows),)](
+            x_NH,
+            weight_H,
+            y_NH,
+            scale_N,
+            num_rows,
+            eps,
+            WIDTH=x_NH.shape[-1],
+            BLOCK=block,
+            ROWS=rows,
+            num_warps=num_warps,
+        )
     return y_NH, scale_N
 
 
-def add_rms_norm_forward(
-    x_NH: Tensor, residual_NH: Tensor, weight_H: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `peftkit_kernels.training_steps.add_rms_norm_forward`."""
-    return _forward(x_NH, residual_NH, weight_H, eps)
-
-
-def rms_norm_backward(
-    dy_NH: Tensor, x_NH: Tensor, weight_H: Tensor, scale_N: Tensor, dsum_NH: Tensor | None = None
-) -> Tensor:
+def rms_norm_backward(dy_NH: Tensor, x_NH: Tensor, weight_H: Tensor, scale_N: Tensor) -> Tensor:
     """See `peftkit_kernels.training_steps.rms_norm_backward`."""
     dy_NH, x_NH = dy_NH.contiguous(), x_NH.contiguous()
     dx_NH = torch.empty_like(x_NH)
@@ -41,48 +48,19 @@ def rms_norm_backward(
             x_NH,
             weight_H,
             scale_N,
-            dx_NH if dsum_NH is None else dsum_NH.contiguous(),
             dx_NH,
             num_rows,
             WIDTH=x_NH.shape[-1],
             BLOCK=block,
             ROWS=rows,
-            HAS_SUM=dsum_NH is not None,
             num_warps=num_warps,
         )
     return dx_NH
 
 
-def _forward(x_NH: Tensor, residual_NH: Tensor | None, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, sum, scale); the sum is x where there is no residual."""
-    x_NH = x_NH.contiguous()
-    y_NH = torch.empty_like(x_NH)
-    sum_NH = x_NH if residual_NH is None else torch.empty_like(x_NH)
-    scale_N = torch.empty(x_NH.shape[:-1], dtype=torch.float32, device=x_NH.device)
-    block, rows, num_warps = _config(x_NH.shape[-1], _FORWARD)
-    if num_rows := scale_N.numel():
-        _rms_norm_forward[(-(-num_rows // rows),)](
-            x_NH,
-            x_NH if residual_NH is None else residual_NH.contiguous(),
-            weight_H,
-            y_NH,
-            sum_NH,
-            scale_N,
-            num_rows,
-            eps,
-            WIDTH=x_NH.shape[-1],
-            BLOCK=block,
-            ROWS=rows,
-            HAS_RESIDUAL=residual_NH is not None,
-            num_warps=num_warps,
-        )
-    return y_NH, sum_NH, scale_N
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_forward(
-    x, residual, weight, y, total, scale, num_rows, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    x, weight, y, scale, num_rows, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -90,11 +68,6 @@ def _rms_norm_forward(
     mask = live & (column < WIDTH)
     at = row * WIDTH + column
     value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        value += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-        rounded = value.to(total.dtype.element_ty)
-        tl.store(total + at, rounded, mask=mask)
-        value = rounded.to(tl.float32)  # the norm is of the sum as it is kept
     by = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / WIDTH + eps)
     tl.store(scale + row, inverse, mask=live)
@@ -103,8 +76,7 @@ def _rms_norm_forward(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_backward(
-    dy, x, weight, scale, dsum, dx, num_rows,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_SUM: tl.constexpr,
+    dy, x, weight, scale, dx, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -115,25 +87,22 @@ def _rms_norm_backward(
     normed = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) * inverse
     by = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     weighted = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32) * by
-    past = 0.0
-    if HAS_SUM:
-        past = tl.load(dsum + at, mask=mask, other=0.0).to(tl.float32)
     shared = tl.sum(weighted * normed, axis=1, keep_dims=True) / WIDTH
-    result = inverse * (weighted - normed * shared) + past
+    result = inverse * (weighted - normed * shared)
     tl.store(dx + at, result.to(dx.dtype.element_ty), mask=mask)
 
 
 def specimens() -> Iterator[Specimen]:
     """Hidden 4096 and 1536, and heads of 128."""
     for dtype in ("*bf16", "*fp16"):
-        for width, more in ((4096, True), (4096, False), (1536, True), (128, False)):
-            yield _specimen(_rms_norm_forward, dtype, width, _FORWARD, {"HAS_RESIDUAL": more})
-            yield _specimen(_rms_norm_backward, dtype, width, _BACKWARD, {"HAS_SUM": more})
+        for width in (4096, 1536, 128):
+            yield _specimen(_rms_norm_forward, dtype, width, _FORWARD)
+            yield _specimen(_rms_norm_backward, dtype, width, _BACKWARD)
 
 
-def _specimen(kernel: Any, dtype: str, width: int, values: int, more: dict[str, bool]) -> Specimen:
+def _specimen(kernel: Any, dtype: str, width: int, values: int) -> Specimen:
     block, rows, num_warps = _config(width, values)
-    constants = {"WIDTH": width, "BLOCK": block, "ROWS": rows, **more}
+    constants = {"WIDTH": width, "BLOCK": block, "ROWS": rows}
     types = {"scale": "*fp32", "num_rows": "i32", "eps": "fp32", **dict.fromkeys(constants, "constexpr")}
     signature = {name: types.get(name, dtype) for name in kernel.arg_names}
     return Specimen(kernel, signature, constants, num_warps, num_stages=1)
