@@ -48,6 +48,9 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Mod
     language = importlib.import_module("triton.language")
     compiled = importlib.import_module("triton.runtime.jit").JITFunction
     decorated = importlib.import_module("triton.runtime.interpreter").InterpretedFunction
+    core = language.core
+    patched = (language, core, language.math, core.tensor, core.dtype, core.tensor_descriptor_base)
+    before = [vars(owner).copy() for owner in patched]
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     for owner in (language, language.standard):
         for name, function in vars(owner).copy().items():
@@ -58,6 +61,12 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Mod
     yield lambda name: importlib.import_module(f"peftkit_kernels.triton.{name}")
     for name in _kernel_modules():
         del sys.modules[name]
+    for owner, names in zip(patched, before, strict=True):  # a device function's call leaves its patches behind
+        for name, value in vars(owner).copy().items():
+            if name not in names:
+                delattr(owner, name)
+            elif value is not names[name]:
+                setattr(owner, name, names[name])
 
 
 def _kernel_modules() -> list[str]:
