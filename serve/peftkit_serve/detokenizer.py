@@ -6,36 +6,53 @@ dropped. So a window of tokens is decoded, its first part only as context, and t
 
     ids    … | context: already text | new: held while it ends inside a character or a run of bytes |
     text   … released | held: may be the beginning of a stop string |
+
+A token costs the same however many came before it: the window is short, and of a stop string no more is remembered
+than how much of it the text ends with.
 """
 
 import re
 from collections.abc import Sequence
-from typing import Protocol
+
+from tokenizers import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _REPLACEMENT = "\ufffd"
+_MOST_UNFINISHED = 8
+"""Tokens that are held for a character's sake: it has at most four bytes, and a token at least one. What is no
+character by then, a model's broken bytes, is text but for its last, which may still become one."""
 
 
-class Decoder(Protocol):
-    """What is used of a `tokenizers.Tokenizer`: transformers' own decode costs ten times as much."""
+class Vocabulary:
+    """What is asked of a tokenizer for each token: transformers' own decode costs ten times as much."""
 
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
 
-    def id_to_token(self, id: int) -> str | None: ...
+    def text(self, ids: list[int]) -> str:
+        """Ids as text, special tokens left out."""
+        return self._tokenizer.decode(ids)
+
+    def is_silent(self, id: int) -> bool:
+        """Whether a token is never text: a special one, or an id that the base has and its tokenizer hasn't."""
+        return id in self._special or self._tokenizer.id_to_token(id) is None
+
+    def is_byte(self, id: int) -> bool:
+        """Whether a token is one of those that are decoded in runs."""
+        return _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(id) or "") is not None
 
 
 class Detokenizer:
     """The text of one request. Special tokens are skipped; text ends before the stop string that is complete first."""
 
-    def __init__(self, tokenizer: Decoder, stop: Sequence[str] = ()) -> None:
-        self._tokenizer = tokenizer
-        self._stop = tuple(stop)
+    def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = ()) -> None:
+        self._vocabulary = vocabulary
+        self._stop = [_Begun(one) for one in stop]
         self._ids: list[int] = []
         self._context = 0  # the window begins here …
         self._new = 0  # … and from here on it is not text yet
         self._context_text = ""
-        self._window_text = ""
-        self._in_bytes = False
         self._text = ""
         self._num_released = 0
         self.stopped = False
@@ -49,48 +66,71 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """Adds a token and returns the text that it releases: whole characters that no stop string can claim."""
         assert not self.stopped
-        self._ids.append(token_id)
-        window = self._tokenizer.decode(self._ids[self._context :])
-        if window != self._window_text:  # a skipped special token doesn't end a run of bytes
-            self._in_bytes = _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "") is not None
-            self._window_text = window
-        if self._in_bytes or len(window) <= len(self._context_text) or window.endswith(_REPLACEMENT):
+        if self._vocabulary.is_silent(token_id):
             return ""
-        self._take_window()
-        return self._release(self._num_held())
+        self._ids.append(token_id)
+        if self._vocabulary.is_byte(token_id):
+            return ""  # undecoded: the run goes on for as long as it likes
+        window = self._vocabulary.text(self._ids[self._context :])
+        if len(window) <= len(self._context_text):
+            return ""
+        unfinished = window.endswith(_REPLACEMENT)
+        if unfinished and len(self._ids) - self._new < _MOST_UNFINISHED:
+            return ""
+        self._take(window, unfinished)
+        return self._release(max((one.length for one in self._stop), default=0))
 
     def flush(self) -> str:
         """Ends the text and returns what was held back, up to a stop string if that completes one."""
         if self.stopped:
             return ""
-        self._take_window()
+        self._take(self._vocabulary.text(self._ids[self._context :]), False)
         return self._release(0)
 
-    def _take_window(self) -> None:
-        """Turns the window's new part into text, looks for a stop string in it, and moves the window on."""
-        old = len(self._text)
-        self._text += self._window_text[len(self._context_text) :]
+    def _take(self, window: str, unfinished: bool) -> None:
+        """Turns the window's new part into text, all but its last character if that is unfinished, and moves it on."""
+        end = len(window) - unfinished
+        self._append(window[len(self._context_text) : end])
         self._context, self._new = self._new, len(self._ids)
-        self._context_text = self._window_text = self._tokenizer.decode(self._ids[self._context :])
-        found: list[tuple[int, int]] = []
-        for stop in self._stop:
-            start = self._text.find(stop, max(0, old - len(stop) + 1))
-            if start >= 0:
-                found.append((start + len(stop), start))
-        if found:
-            self.stopped = True
-            self._text = self._text[: min(found)[1]]
+        context_text = self._vocabulary.text(self._ids[self._context :])
+        self._context_text = context_text.removesuffix(_REPLACEMENT) if unfinished else context_text
 
-    def _num_held(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
-        if self.stopped or not self._stop:
-            return 0
-        most = min(max(map(len, self._stop)) - 1, len(self._text))
-        tails = (self._text[len(self._text) - length :] for length in range(most, 0, -1))
-        return next((len(tail) for tail in tails if any(stop.startswith(tail) for stop in self._stop)), 0)
+    def _append(self, piece: str) -> None:
+        """Adds to the text, up to the stop string that is complete first."""
+        for number, character in enumerate(piece if self._stop else "", 1):
+            found = [len(one.stop) for one in self._stop if one.follow(character)]
+            if found:
+                self.stopped = True
+                self._text = (self._text + piece[:number])[: -max(found)]
+                return
+        self._text += piece
 
     def _release(self, num_held: int) -> str:
-        end = len(self._text) - num_held
+        end = len(self._text) - (0 if self.stopped else num_held)
         piece = self._text[self._num_released : end]
         self._num_released = max(self._num_released, end)
         return piece
+
+
+class _Begun:
+    """How much of a stop string a text ends with, one character after the other (Knuth, Morris and Pratt 1977)."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.length = 0
+        """Characters of the longest end of the text that begins the stop string."""
+        self._borders = [0]
+        """Of each beginning, as far as it was needed: characters of the longest one that it also ends with."""
+
+    def follow(self, character: str) -> bool:
+        """Goes on by a character; whether the stop string is complete."""
+        self.length = self._longer(self.length, character)
+        if self.length > len(self._borders):
+            self._borders.append(self._longer(self._borders[-1], character))
+        return self.length == len(self.stop)
+
+    def _longer(self, length: int, character: str) -> int:
+        """Where a text that ends with the first `length` characters is after one more."""
+        while length and self.stop[length] != character:
+            length = self._borders[length - 1]
+        return length + (self.stop[length] == character)

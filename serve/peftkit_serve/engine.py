@@ -28,7 +28,7 @@ from peftkit.errors import InputError, RunError
 from peftkit_serve.adapters.loader import AdapterLoader
 from peftkit_serve.adapters.pool import AdapterPool
 from peftkit_serve.adapters.store import AdapterStore
-from peftkit_serve.detokenizer import Detokenizer
+from peftkit_serve.detokenizer import Detokenizer, Vocabulary
 from peftkit_serve.grammar import Grammars
 from peftkit_serve.models.spec import ModelSpec
 from peftkit_serve.models.weights import OpenSource
@@ -162,7 +162,7 @@ class Engine:
         self._overlap = self._runner.on_gpu if overlap is None else overlap
         self._under_way: _UnderWay | None = None
         assert isinstance(self.tokenizer, PreTrainedTokenizerFast)
-        self._decoder = self.tokenizer.backend_tokenizer
+        self._vocabulary = Vocabulary(self.tokenizer.backend_tokenizer)
         eos = self.tokenizer.eos_token_id
         self._eos = {*self.spec.eos_token_ids, *([eos] if isinstance(eos, int) else [])}
         self.grammars = Grammars(self.tokenizer, self.spec.vocab_size, eos if isinstance(eos, int) else None)
@@ -220,7 +220,7 @@ class Engine:
         self._scheduler.add(live)
         if params.logprobs is not None or params.prompt_logprobs is not None:
             self._scores[live.request_id] = Scores()
-        self._texts[live.request_id] = Detokenizer(self._decoder, params.stop)
+        self._texts[live.request_id] = Detokenizer(self._vocabulary, params.stop)
         self._num_prompt_tokens += live.num_prompt
         return live.request_id
 

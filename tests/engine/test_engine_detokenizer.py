@@ -1,12 +1,16 @@
 """Incremental text: pieces joined equal one-shot decoding, characters stay whole, stop strings never leak."""
 
 import random
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from peftkit_serve.detokenizer import Detokenizer
+from peftkit_serve.detokenizer import Detokenizer, Vocabulary
 
 
 def byte_level() -> PreTrainedTokenizerFast:
@@ -84,7 +88,7 @@ def test_random_ids_join_to_the_one_shot_text(tokenizer: PreTrainedTokenizerFast
     rng = random.Random(seed)
     for _ in range(300):
         ids = [rng.randrange(len(tokenizer)) for _ in range(rng.randint(1, 40))]
-        assert "".join(stream(Detokenizer(tokenizer.backend_tokenizer), ids)) == one_shot(tokenizer, ids)
+        assert "".join(stream(Detokenizer(Vocabulary(tokenizer.backend_tokenizer)), ids)) == one_shot(tokenizer, ids)
 
 
 def test_pieces_with_spaces_and_specials_join_to_the_one_shot_text(seed: int) -> None:
@@ -92,24 +96,30 @@ def test_pieces_with_spaces_and_specials_join_to_the_one_shot_text(seed: int) ->
     pieces = [*range(256, len(tokenizer)), 11, 196, 170]
     for _ in range(500):
         ids = [rng.choice(pieces) for _ in range(rng.randint(1, 20))]
-        assert "".join(stream(Detokenizer(tokenizer.backend_tokenizer), ids)) == one_shot(tokenizer, ids)
+        assert "".join(stream(Detokenizer(Vocabulary(tokenizer.backend_tokenizer)), ids)) == one_shot(tokenizer, ids)
 
 
 def test_a_character_is_never_emitted_in_halves(tokenizer: PreTrainedTokenizerFast) -> None:
     text = "né 你好 🙂🏽 x"
-    pieces = stream(Detokenizer(tokenizer.backend_tokenizer), byte_ids(tokenizer, text))
+    pieces = stream(Detokenizer(Vocabulary(tokenizer.backend_tokenizer)), byte_ids(tokenizer, text))
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
 
 
 def test_byte_level_text_streams_as_soon_as_a_character_is_whole() -> None:
     tokenizer = TOKENIZERS["byte_level"]
-    assert stream(Detokenizer(tokenizer.backend_tokenizer), byte_ids(tokenizer, "aé!")) == ["a", "", "é", "!", ""]
+    assert stream(Detokenizer(Vocabulary(tokenizer.backend_tokenizer)), byte_ids(tokenizer, "aé!")) == [
+        "a",
+        "",
+        "é",
+        "!",
+        "",
+    ]
 
 
 def test_an_end_inside_a_character_shows_what_one_shot_decoding_shows(tokenizer: PreTrainedTokenizerFast) -> None:
     ids = byte_ids(tokenizer, "a🙂")[:-2]
-    assert "".join(stream(Detokenizer(tokenizer.backend_tokenizer), ids)) == one_shot(tokenizer, ids)
+    assert "".join(stream(Detokenizer(Vocabulary(tokenizer.backend_tokenizer)), ids)) == one_shot(tokenizer, ids)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +138,7 @@ def test_an_end_inside_a_character_shows_what_one_shot_decoding_shows(tokenizer:
 def test_text_ends_before_the_stop_string_that_is_complete_first(stop: list[str], expected: str) -> None:
     tokenizer = TOKENIZERS["byte_level"]
     ids = byte_ids(tokenizer, "hello world")
-    detokenizer = Detokenizer(tokenizer.backend_tokenizer, stop)
+    detokenizer = Detokenizer(Vocabulary(tokenizer.backend_tokenizer), stop)
     assert "".join(stream(detokenizer, ids)) == expected
     assert detokenizer.stopped == (expected != "hello world")
 
@@ -139,7 +149,7 @@ def test_nothing_of_a_possible_stop_string_is_streamed_early(seed: int) -> None:
         stops = ["".join(rng.choices("abé", k=rng.randint(1, 4))) for _ in range(rng.randint(1, 3))]
         text = "".join(rng.choices("abé", k=30))
         ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
-        detokenizer = Detokenizer(tokenizer.backend_tokenizer, stops)
+        detokenizer = Detokenizer(Vocabulary(tokenizer.backend_tokenizer), stops)
         streamed = "".join(stream(detokenizer, byte_ids(tokenizer, text)))
         if not ends:
             assert streamed == text and not detokenizer.stopped
@@ -151,7 +161,7 @@ def test_nothing_of_a_possible_stop_string_is_streamed_early(seed: int) -> None:
 
 def test_held_text_is_released_as_soon_as_it_cannot_become_a_stop_string() -> None:
     tokenizer = TOKENIZERS["byte_level"]
-    assert stream(Detokenizer(tokenizer.backend_tokenizer, ["abc"]), byte_ids(tokenizer, "xababd")) == [
+    assert stream(Detokenizer(Vocabulary(tokenizer.backend_tokenizer), ["abc"]), byte_ids(tokenizer, "xababd")) == [
         "x",
         "",
         "",
@@ -164,5 +174,90 @@ def test_held_text_is_released_as_soon_as_it_cannot_become_a_stop_string() -> No
 
 def test_a_stop_string_that_only_the_end_completes_still_cuts(tokenizer: PreTrainedTokenizerFast) -> None:
     ids = byte_ids(tokenizer, "a\n")
-    detokenizer = Detokenizer(tokenizer.backend_tokenizer, ["\n"])
+    detokenizer = Detokenizer(Vocabulary(tokenizer.backend_tokenizer), ["\n"])
     assert "".join(stream(detokenizer, ids)) == "a" and detokenizer.stopped
+
+
+@pytest.mark.parametrize("kind", sorted(TOKENIZERS))
+def test_broken_characters_special_and_unknown_tokens_join_to_the_one_shot_text(kind: str, seed: int) -> None:
+    tokenizer, rng = TOKENIZERS[kind], random.Random(seed)
+    odd = byte_ids(tokenizer, "é你🙂")
+    odd += [tokenizer.eos_token_id, len(tokenizer) + 5] * 2
+    if kind == "byte_level":  # merged pairs: the end of a character with the beginning of the next
+        odd += range(256, len(tokenizer) - 1, 40)
+    for _ in range(300):
+        ids = rng.choices(odd, k=rng.randint(1, 80))
+        pieces = stream(Detokenizer(Vocabulary(tokenizer.backend_tokenizer)), ids)
+        assert "".join(pieces) == one_shot(tokenizer, ids)
+
+
+def test_a_model_that_writes_broken_bytes_is_streamed_all_the_same() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    ids = byte_ids(tokenizer, "é")[1:] * 100
+    pieces = stream(Detokenizer(Vocabulary(tokenizer.backend_tokenizer)), ids)
+    assert "".join(pieces) == "\ufffd" * 100 and len(pieces[-1]) < 10
+
+
+class Counting(Vocabulary):
+    """Counts the tokens that it turns into text."""
+
+    num_decoded = 0
+
+    def text(self, ids: list[int]) -> str:
+        self.num_decoded += len(ids)
+        return super().text(ids)
+
+
+@pytest.mark.parametrize(
+    ("kind", "repeated"),
+    [
+        ("byte_level", lambda t: byte_ids(t, "a")),
+        ("byte_level", lambda t: byte_ids(t, "é")[1:]),
+        ("byte_level", lambda t: [t.eos_token_id]),
+        ("byte_fallback", lambda t: byte_ids(t, "a")),
+        ("byte_fallback", lambda t: [*byte_ids(t, "a"), t.eos_token_id]),
+        ("byte_fallback", lambda t: byte_ids(t, "é")[1:]),
+    ],
+)
+def test_a_token_costs_the_same_however_much_is_held(kind: str, repeated: Callable[[Any], list[int]]) -> None:
+    vocabulary = Counting(TOKENIZERS[kind].backend_tokenizer)
+    detokenizer = Detokenizer(vocabulary)
+    ids = repeated(TOKENIZERS[kind])
+    for _ in range(1000 // len(ids)):
+        for token_id in ids:
+            detokenizer.push(token_id)
+    detokenizer.flush()
+    assert vocabulary.num_decoded < 20 * 1000
+
+
+def num_lines(work: Callable[[], object]) -> int:
+    """Lines of Python that some work takes."""
+    counted = 0
+
+    def trace(_: FrameType, event: str, __: object) -> Any:
+        nonlocal counted
+        counted += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return counted
+
+
+@pytest.mark.parametrize("written", ["a", "b", "ab"])
+def test_a_long_stop_string_costs_no_more_a_token_than_a_short_one(written: str) -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    vocabulary = Vocabulary(tokenizer.backend_tokenizer)
+    ids = byte_ids(tokenizer, written * 400)
+
+    def cost(stops: Sequence[str]) -> int:
+        return num_lines(lambda: stream(Detokenizer(vocabulary, stops), ids))
+
+    short = cost([f"a{last}" for last in "cdefghijklmnopqr"])
+    assert cost(["a" * 1000 + last for last in "cdefghijklmnopqr"]) < 3 * short
+    assert cost(["b" * 1000 + last for last in "cdefghijklmnopqr"]) < 3 * short
+    assert cost(["ab" * 300 + last for last in "cdefghijklmnopqr"]) < 3 * short

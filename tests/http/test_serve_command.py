@@ -72,6 +72,7 @@ def test_one_line_when_ready_and_a_drain_on_sigterm(
             assert [first, *stream][-1].choices[0].finish_reason == "length"
         out, err = process.communicate(timeout=20)
         assert process.returncode == 0 and out == ""
+    assert "leaked" not in err, "libraries find all of their objects freed at the end"
     said = err.splitlines()
     assert [line for line in said if "refused" in line] == [line for line in said if "damaged" in line] != []
     logged = [json.loads(line) for line in said if line.startswith("{")]

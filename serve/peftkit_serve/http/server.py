@@ -70,7 +70,10 @@ def serve(app: FastAPI, listener: socket.socket, on_ready: Callable[[], None]) -
         host, port = listener.getsockname()[:2]
         raise _unusable(host, port, error) from None
     _allow_connections()
-    _Server(app, on_ready).run(sockets=[listener])
+    try:
+        _Server(app, on_ready).run(sockets=[listener])
+    finally:
+        gc.unfreeze()  # what stays frozen is never freed, and libraries complain of it when the process ends
 
 
 class _Server(uvicorn.Server):
