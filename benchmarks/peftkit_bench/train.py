@@ -35,6 +35,7 @@ from peftkit.methods import (
 )
 from peftkit.recipe import Data, Log, Optim, Recipe, Train
 from peftkit.recipe import Quant as QuantSettings
+from peftkit.train.fit import estimate
 from peftkit.train.loop import Trainer
 from peftkit.train.memory import num_trainable
 from peftkit.train.prepare import Prepared, Resident, Rows, adapt
@@ -197,6 +198,7 @@ class Bench:
         settings, cuda = self._settings, self._settings.device.type == "cuda"
         trainer = Trainer(self.prepared(case), self.nowhere, {})
         model, recompute = self._resident.model, trainer._prepared.recompute
+        estimated = estimate(trainer._prepared).total if cuda else 0  # a CPU's holds what this process held before
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated() if cuda else 0
@@ -221,6 +223,7 @@ class Bench:
             "warm_s": round(warm_s, 2),
             "peak_bytes": peak,
             "held_bytes": held,
+            "estimate_bytes": estimated,
             "recompute": str(recompute),
             "fast_share": round(fast_share(model), 4),
             "trainable": num_trainable(model),
