@@ -6,6 +6,7 @@ import random
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,16 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keeps what peftkit converts and remembers in any test out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PEFTKIT_HOME", str(tmp_path_factory.getbasetemp() / "peftkit-home"))
+        yield
+
+
 @pytest.fixture
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps what peftkit remembers of the tiny base out of the user's cache."""
-    monkeypatch.setenv("PEFTKIT_HOME", str(tmp_path_factory.getbasetemp() / "peftkit-home"))
+def embedded_cache(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache for the embedded base's conversion, half a gigabyte, that stays in the checkout's .pytest_cache."""
+    assert pytestconfig.cache is not None
+    monkeypatch.setenv("PEFTKIT_HOME", str(pytestconfig.cache.mkdir("peftkit")))

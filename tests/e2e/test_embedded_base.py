@@ -17,7 +17,7 @@ from peftkit.recipe import load_recipe
 from peftkit.train import train
 from peftkit_serve import Engine, Request, SamplingParams
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("embedded_cache")]
 
 ADAPTERS = ("address-lora", "address-prompt", "sentiment-lora", "sentiment-prompt")
 

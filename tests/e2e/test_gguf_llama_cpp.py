@@ -13,7 +13,7 @@ from peftkit.base import EMBEDDED, load_base
 from peftkit.data import CompletionRow, read_rows
 from peftkit.merge import export_gguf, merge_to_folder
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("embedded_cache")]
 
 
 def assert_greedy(model: Any, answers: list[tuple[list[int], list[int]]]) -> None:

@@ -11,11 +11,6 @@ import pytest
 from peftkit.recipe import Recipe
 
 
-@pytest.fixture(autouse=True)
-def _every_test_has_its_own_cache(own_cache: None) -> None:
-    """What the tests of this room remember stays out of the user's cache."""
-
-
 def write_rows(path: Path, count: int, *, seed: int = 0) -> Path:
     """Rows of very unequal length: a word repeated, and its last letter as the completion, one to nine times."""
     rng = random.Random(seed)
@@ -28,7 +23,7 @@ def write_rows(path: Path, count: int, *, seed: int = 0) -> Path:
 
 
 @pytest.fixture
-def make_recipe(tiny_base: Path, tmp_path: Path, own_cache: None) -> Callable[..., Recipe]:
+def make_recipe(tiny_base: Path, tmp_path: Path) -> Callable[..., Recipe]:
     """Makes a recipe over the tiny base with 24 training rows; sections are given as mappings."""
 
     def make(**sections: Any) -> Recipe:

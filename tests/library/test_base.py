@@ -36,6 +36,9 @@ def edit_config(base: Path, **changes: object) -> None:
 
 
 class TestCacheDir:
+    def test_the_tests_have_one_of_their_own(self, tmp_path_factory):
+        assert cache_dir().is_relative_to(tmp_path_factory.getbasetemp())
+
     def test_peftkit_home_comes_first_then_xdg_then_the_home_folder(self, monkeypatch, tmp_path):
         monkeypatch.setenv("PEFTKIT_HOME", str(tmp_path / "a"))
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))

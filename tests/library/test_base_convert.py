@@ -224,8 +224,7 @@ def test_two_processes_that_ask_at_once_convert_once(file, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_embedded_base_is_the_small_language_model_it_says_it_is(monkeypatch):
-    monkeypatch.delenv("PEFTKIT_HOME")  # its conversion is shared with everyone on this machine
+def test_the_embedded_base_is_the_small_language_model_it_says_it_is(embedded_cache):
     base = EMBEDDED["smollm2-135m"]
     if base.gguf() is None:
         pytest.skip(base.install)

@@ -490,8 +490,7 @@ class TestTurns:
 
 
 @pytest.mark.slow
-def test_the_embedded_base_trains_answers_alone(monkeypatch):
-    monkeypatch.delenv("PEFTKIT_HOME")
+def test_the_embedded_base_trains_answers_alone(embedded_cache):
     tokenizer = load_tokenizer(resolve_base("smollm2-135m"))
     assert trained_texts(tokenizer, CONVERSATION) == ["the answer is yes<|im_end|>", "no and no<|im_end|>"]
     ids, num_prompt = encode_completion(tokenizer, "Review: fine.\nSentiment:", " positive")

@@ -21,11 +21,6 @@ RANKS = LoraConfig(r=4, alpha=8, rank_pattern={"k_proj": 2}, alpha_pattern={"lay
 RSLORA = LoraConfig(r=4, alpha=8, variant="rslora", targets=["q_proj", "k_proj", "down_proj"])
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(own_cache: None) -> None:
-    """What these tests remember stays out of the user's cache."""
-
-
 def save(base: Path, folder: Path, config: Any) -> Path:
     model, _ = load_base(base)
     peftkit.attach(model, config)

@@ -21,7 +21,7 @@ def test_the_first_line_is_the_command_that_runs_it(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_it_trains_and_its_adapter_is_read_back(path: Path, tiny_base: Path, own_cache: None, tmp_path: Path) -> None:
+def test_it_trains_and_its_adapter_is_read_back(path: Path, tiny_base: Path, tmp_path: Path) -> None:
     fits = [f"base={tiny_base}", "quant.kind=none", "data.max_length=230", "data.valid=null", f"out={tmp_path / 'run'}"]
     rows = tmp_path / "rows.jsonl"
     data = yaml.safe_load(path.read_text(encoding="utf-8"))["data"]["train"]
