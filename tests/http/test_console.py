@@ -15,14 +15,19 @@ from peftkit_serve.tenants.records import Limits
 CHROMIUM = shutil.which("chromium")
 
 
-def test_the_page_is_open_and_lets_a_browser_load_nothing_of_others(server: Any) -> None:
-    page = httpx.get(f"{server.url}/console")
+@pytest.mark.parametrize("path", ["console", "docs"])
+def test_the_pages_are_open_and_let_a_browser_load_nothing_of_others(server: Any, path: str) -> None:
+    page = httpx.get(f"{server.url}/{path}")
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
     policy = page.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
     assert page.headers["x-content-type-options"] == "nosniff"
     assert not re.search(r"<script(?![^>]*\bsrc=)|\son[a-z]+=|\sstyle=|<style|https?://", page.text)
-    for file, kind in (("console.css", "text/css"), ("console.js", "text/javascript")):
+    for file, kind in (
+        ("console.css", "text/css"),
+        ("console.js", "text/javascript"),
+        ("reference.js", "text/javascript"),
+    ):
         part = httpx.get(f"{server.url}/console/{file}")
         assert part.status_code == 200 and part.headers["content-type"].startswith(kind)
         assert "https://" not in part.text and "innerHTML" not in part.text
@@ -126,3 +131,21 @@ def test_everything_is_reached_by_keyboard_and_named(served: Any, browser: Any) 
         "[...document.querySelectorAll('input, textarea')].filter(e => !e.labels.length).map(e => e.id)"
     )
     assert unnamed == []
+
+
+def test_every_route_is_shown_with_its_fields_and_nothing_is_asked_of_others(served: Any, browser: Any) -> None:
+    page = browser.new_page()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(f"{served.url}/docs")
+    page.get_by_role("heading", name="POST /v1/chat/completions").wait_for()
+    shown = page.inner_text("main")
+    description = httpx.get(f"{served.url}/openapi.json").json()
+    for route, methods in description["paths"].items():
+        for method in methods:
+            assert f"{method.upper()} {route}" in shown
+    for text in ("max_completion_tokens", "integer or null", "multipart/form-data", "list of file", "ErrorBody"):
+        assert text in shown
+    assert page.locator("#problem").is_hidden() and "undefined" not in shown and "[object" not in shown
+    assert all(url.startswith(served.url) for url in asked)
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")

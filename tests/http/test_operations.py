@@ -308,6 +308,38 @@ def test_every_answer_has_a_request_id_and_a_clean_one_is_taken_over(server: Any
         assert re.fullmatch("[0-9a-f]{32}", given(bad))
 
 
+def test_a_slash_too_many_is_the_same_resource_and_never_a_redirect(server: Any) -> None:
+    text = {"model": "tiny", "prompt": "abc", "max_tokens": 1}
+    for method, path, body, status in (
+        ("GET", "/v1/models", None, 200),
+        ("GET", "/v1/models/tiny", None, 200),
+        ("POST", "/v1/completions", text, 200),
+        ("POST", "/v1/chat/completions", {"model": "tiny", "messages": HELLO, "max_tokens": 1}, 200),
+        ("GET", "/v1/adapters", None, 200),
+        ("GET", "/health", None, 200),
+        ("GET", "/console", None, 200),
+        ("GET", "/v1/nothing", None, 404),
+        ("GET", "/v1/completions", None, 405),
+    ):
+        for slashes in ("", "/", "//"):
+            answer = httpx.request(method, f"{server.url}{path}{slashes}", json=body)
+            assert answer.status_code == status and "location" not in answer.headers, answer.text
+            assert status == 200 or answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/v1/nothing", "/openapi.json", "/health", "/redoc", "/console", "/docs"]
+)
+def test_every_answer_tells_a_browser_to_trust_nothing_else(server: Any, path: str) -> None:
+    answer = httpx.get(f"{server.url}{path}")
+    assert answer.headers["x-content-type-options"] == "nosniff" and answer.headers["x-frame-options"] == "DENY"
+    policy = answer.headers.get_list("content-security-policy")
+    assert len(policy) == 1 and policy[0].startswith("default-src 'none'")
+    page = path in ("/console", "/docs")
+    assert answer.headers["cache-control"] == ("no-cache" if page else "no-store")
+    assert not page or "://" not in answer.text
+
+
 def test_log_lines_are_json_without_the_messages_of_exceptions() -> None:
     def line(message: object, *arguments: object, fails: bool = False) -> dict[str, Any]:
         try:

@@ -265,6 +265,60 @@ def test_a_key_that_is_given_twice_is_refused(server: Any, content: bytes, param
     assert error["param"] == param and error["code"] == "duplicate_parameter"
 
 
+HALF = "\ud800"
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"description": HALF}}}}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "title": HALF}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("completions", {"prompt": f"a{HALF}b"}, "prompt"),
+        ("completions", {"prompt": ["a", HALF]}, "prompt"),
+        ("completions", {"suffix": HALF}, "suffix"),
+        ("completions", {"model": f"tiny:{HALF}"}, "model"),
+        ("completions", {"user": HALF}, "user"),
+        ("completions", {HALF: 1}, "\\ud800"),
+        ("chat/completions", {"stop": HALF}, "stop"),
+        ("chat/completions", {"stop": ["a", HALF]}, "stop"),
+        ("chat/completions", {"user": HALF}, "user"),
+        ("chat/completions", {"metadata": {"a": HALF}}, "metadata.a"),
+        ("chat/completions", {"metadata": {HALF: "a"}}, "metadata"),
+        ("chat/completions", {"tools": [TOOL]}, "tools[0].function.parameters.properties.x.description"),
+        ("chat/completions", {"response_format": SCHEMA}, "response_format.json_schema.schema.title"),
+        ("chat/completions", {"messages": [{"role": HALF, "content": "a"}]}, "messages[0].role"),
+        ("chat/completions", {"messages": [*HELLO, {"role": "user", "content": HALF}]}, "messages[1].content"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": HALF}]}]},
+            "messages[0].content[0].text",
+        ),
+        ("adapters", {"name": HALF, "path": "x"}, "name"),
+        ("tenants", {"name": "t", "adapters": [HALF]}, "adapters"),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_refused_wherever_it_stands(
+    server: Any, path: str, fields: dict[str, Any], param: str
+) -> None:
+    body = {"completions": TEXT, "chat/completions": CHAT}.get(path, {}) | fields
+    error = refused(server, path, body)
+    assert error["param"] == param and "surrogate" in error["message"]
+
+
+def test_whole_surrogate_pairs_are_characters_and_a_body_may_begin_with_a_byte_order_mark(server: Any) -> None:
+    body = json.dumps({**TEXT, "prompt": "🙂", "user": "🙂"})
+    assert "\\ud83d" in body
+    for mark in (b"", b"\xef\xbb\xbf"):
+        answer = httpx.post(f"{server.url}/v1/completions", content=mark + body.encode(), headers=_JSON)
+        assert answer.json()["usage"]["prompt_tokens"] == 4
+
+
+@pytest.mark.parametrize("content", [b'{"model": "tiny", "prompt": "\xed\xa0\x80"}', json.dumps(TEXT).encode("utf-16")])
+def test_a_body_that_is_not_utf_8_is_refused(server: Any, content: bytes) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", content=content, headers=_JSON)
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
+
+
 def test_a_body_without_a_json_content_type_is_refused_with_the_remedy(server: Any) -> None:
     answer = httpx.post(f"{server.url}/v1/completions", content=json.dumps(TEXT))
     assert answer.status_code == 400 and "Content-Type" in answer.json()["error"]["message"]

@@ -85,6 +85,9 @@ def create_app(
         summary="One frozen base and its adapters, with the OpenAI API",
         lifespan=lifespan,
         telemetry=fastapi_telemetry(tracer_provider),
+        docs_url=None,  # FastAPI's pages load scripts from elsewhere: `console_page` has one that doesn't
+        redoc_url=None,
+        redirect_slashes=False,
     )
     app.state.service, app.state.database = service, database
     app.add_middleware(

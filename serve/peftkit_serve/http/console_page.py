@@ -1,4 +1,4 @@
-"""`/console`: three files of our own, and headers that let a browser load nothing else."""
+"""`/console`, and `/docs` with every route: files of our own, and headers that let a browser load nothing else."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from starlette.responses import FileResponse, Response
 from peftkit_serve.http.errors import ApiError
 
 _FOLDER = Path(__file__).with_name("console")
-_FILES = {"console.css": "text/css", "console.js": "text/javascript"}
+_FILES = {"console.css": "text/css", "console.js": "text/javascript", "reference.js": "text/javascript"}
 _HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -22,12 +22,16 @@ _HEADERS = {
 
 
 def create_router() -> APIRouter:
-    """The page and its files: they hold nothing that needs a key, and ask for one to show anything."""
+    """The pages and their files: they hold nothing that needs a key, and the console asks for one to show anything."""
     router = APIRouter(include_in_schema=False)
 
     @router.get("/console")
     async def page() -> Response:
         return FileResponse(_FOLDER / "index.html", media_type="text/html", headers=_HEADERS)
+
+    @router.get("/docs")
+    async def reference() -> Response:
+        return FileResponse(_FOLDER / "reference.html", media_type="text/html", headers=_HEADERS)
 
     @router.get("/console/{file}")
     async def part(file: str) -> Response:

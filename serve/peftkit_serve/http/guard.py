@@ -24,6 +24,14 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 UPLOAD_PATH = "/v1/adapters"
 _FORM_BYTES = 2**16
 """What a form may have beside its files."""
+_HEADERS = (
+    (b"cache-control", b"no-store"),
+    (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+)
+"""Of every answer that doesn't say it otherwise: it is data for who asked, not a page, and is kept nowhere."""
 _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """Asked for every few seconds by machines: logged at debug level."""
 
@@ -62,6 +70,8 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        # a slash too many is no other resource: a redirect would lose a body, or a key, on its way
+        scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         start, status = time.monotonic(), 0
         headers: dict[bytes, bytes] = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
@@ -73,7 +83,10 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode())]}
+                said = {name.lower() for name, _ in message["headers"]}
+                added = [*_HEADERS, (b"x-request-id", request_id.encode())]
+                headers = [*message["headers"], *(header for header in added if header[0] not in said)]
+                message = {**message, "headers": headers}
             await send(message)
 
         try:
