@@ -1,17 +1,16 @@
 """The recipe of a run: YAML in, checked settings out.
 
 A key that isn't known, a value of the wrong type or out of range raises RecipeError, one line for each: the file, the
-dotted key, what is wrong and the nearest right key. `key.path=value` overrides are read as YAML and are checked alike.
+dotted key, what is wrong and the nearest right key. `key.path=value` overrides are read as YAML and are checked alike:
+in their lines the override stands in the file's place.
 """
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -26,9 +25,12 @@ from pydantic import (
 from peftkit import resources
 from peftkit.errors import InputError, RecipeError, did_you_mean
 from peftkit.methods import AnyConfig, LoraConfig, MethodConfig, check_together
+from peftkit.recipe_errors import ONE, SEVERAL, Override, lines, shown_override, shown_value
+from peftkit.recipe_yaml import read_yaml
 
 EXAMPLE = "example:"
 """Prefix of a data path that names a file of the example sets."""
+_DATA = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
 
 
 class _Section(BaseModel):
@@ -141,11 +143,9 @@ class Log(_Section):
     """Send the curves to Weights & Biases too; needs the wandb package."""
 
 
-_ONE, _SEVERAL = "one", "several"
-
 Methods = Annotated[
-    Annotated[MethodConfig, Tag(_ONE)] | Annotated[tuple[MethodConfig, ...], Tag(_SEVERAL)],
-    Discriminator(lambda value: _SEVERAL if isinstance(value, (list, tuple)) else _ONE),
+    Annotated[MethodConfig, Tag(ONE)] | Annotated[tuple[MethodConfig, ...], Tag(SEVERAL)],
+    Discriminator(lambda value: SEVERAL if isinstance(value, (list, tuple)) else ONE),
 ]
 
 
@@ -243,9 +243,9 @@ def load_runs(path: str | Path, overrides: Sequence[str] = ()) -> Runs:
         return Runs((_one(content, file, str(path), overrides),))
     runs, turn_steps = content.pop("runs", None), content.pop("turn_steps", None)
     if not isinstance(runs, list) or not runs or not all(isinstance(run, dict) for run in runs):
-        raise RecipeError(f"{path}: runs: must be a list of mappings, not {_shown(runs)}", field="runs")
+        raise RecipeError(f"{path}: runs: must be a list of mappings, not {shown_value(runs)}", field="runs")
     if turn_steps is not None and (type(turn_steps) is not int or turn_steps < 1):
-        raise RecipeError(f"{path}: turn_steps: must be a whole number above 0, not {_shown(turn_steps)}")
+        raise RecipeError(f"{path}: turn_steps: must be a whole number above 0, not {shown_value(turn_steps)}")
     recipes: list[Recipe] = []
     for index, run in enumerate(runs):
         where = f"{path}: runs.{index}"
@@ -279,19 +279,27 @@ def _merged(shared: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
 
 
 def _one(content: dict[str, Any], file: Path, source: str, overrides: Sequence[str]) -> Recipe:
-    overridden = {_apply(content, override) for override in overrides}
-    recipe = _validate(content, source, overridden)
+    applied = [_apply(content, override) for override in overrides]
+    recipe = _validate(content, source, applied)
     return recipe.model_copy(update={"data": _beside(recipe.data, file.parent)})
 
 
 def _read_mapping(file: Path, source: str) -> dict[str, Any]:
+    if file.suffix.lower() in _DATA:
+        raise RecipeError(
+            f"{source}: a recipe is a YAML file: name rows in its data.train (peftkit data check shows them)"
+        )
     try:
         text = file.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise RecipeError(f"{source}: there is no such recipe{_nearest_recipe(file, source)}") from error
+    except IsADirectoryError as error:
+        raise RecipeError(f"{source}: is a folder: name a recipe in it, as {source.rstrip('/')}/NAME.yaml") from error
     except OSError as error:
         raise RecipeError(f"{source}: can't read the recipe: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise RecipeError(f"{source}: not UTF-8 text: {error.reason} at byte {error.start}") from error
-    content = _read_yaml(text, source)
+    content = read_yaml(text, source)
     if content is None:
         content = {}
     if not isinstance(content, dict):
@@ -299,7 +307,17 @@ def _read_mapping(file: Path, source: str) -> dict[str, Any]:
     return content
 
 
-def _validate(content: dict[str, Any], source: str, overridden: set[str]) -> Recipe:
+def _nearest_recipe(file: Path, source: str) -> str:
+    """The file beside it or the shipped recipe that was meant."""
+    beside = {str(Path(source).with_name(path.name)) for path in file.parent.glob("*.y*ml")}
+    folder = resources.shipped("recipes")
+    shipped = {f"recipes/{path.name}" for path in folder.glob("*.yaml")} if folder else set()
+    if near := did_you_mean(source, sorted(beside | shipped)):
+        return near
+    return f": name a YAML file, or one that comes with peftkit: {', '.join(sorted(shipped))}"
+
+
+def _validate(content: dict[str, Any], source: str, overrides: Sequence[Override]) -> Recipe:
     try:
         # through JSON, where strictness still lets a list be a tuple and an integer a float
         text = json.dumps(content, default=str)
@@ -308,95 +326,28 @@ def _validate(content: dict[str, Any], source: str, overridden: set[str]) -> Rec
     try:
         return Recipe.model_validate_json(text, strict=True)
     except ValidationError as error:
-        lines = [_line(dict(detail), source, overridden) for detail in error.errors(include_url=False)]
-        raise RecipeError("\n".join(lines)) from error
+        raise RecipeError("\n".join(lines(error, Recipe, source, overrides))) from error
 
 
-def _line(detail: dict[str, Any], source: str, overridden: set[str]) -> str:
-    """One pydantic error as one line."""
-    path, section = _locate(detail["loc"])
-    dotted = ".".join(path)
-    if any(dotted == key or dotted.startswith(key + ".") for key in overridden):
-        source = f"override {dotted}="
-        where = source
-    else:
-        where = f"{source}: {dotted}" if dotted else source
-    match detail["type"]:
-        case "extra_forbidden":
-            return f"{where}: unknown key{_nearest(path[-1], section)}"
-        case "union_tag_invalid":
-            kind, kinds = detail["ctx"]["tag"], detail["ctx"]["expected_tags"].replace("'", "").split(", ")
-            return f"{where}: no method '{kind}'{did_you_mean(kind, kinds)} (there are: {', '.join(kinds)})"
-        case "union_tag_not_found":
-            return f"{where}: kind is missing"
-        case "value_error":
-            return f"{where}: {detail['ctx']['error']}"
-        case "model_type" | "model_attributes_type" | "dict_type":
-            return f"{where}: must be a mapping of keys to values, not {_shown(detail['input'])}"
-        case _:
-            message = detail["msg"].removeprefix("Input ")
-            return f"{where}: {message}, not {_shown(detail['input'])}"
-
-
-def _locate(loc: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel] | None]:
-    """The keys as a user typed them, and the model that the last of them belongs to."""
-    path: list[str] = []
-    owner: type[BaseModel] | None = Recipe
-    section: type[BaseModel] | None = None
-    rest = list(loc)
-    while rest:
-        key = rest.pop(0)
-        path.append(str(key))
-        section = owner
-        if key == "method" and len(path) == 1 and rest:
-            # pydantic puts the tags of unions into the location
-            if rest.pop(0) == _SEVERAL and rest:
-                path.append(str(rest.pop(0)))
-            kind = rest.pop(0) if rest else None
-            owner = next((m for m in _methods() if m.model_fields["kind"].default == kind), None)
-            continue
-        field = owner.model_fields.get(str(key)) if owner else None
-        annotation = field.annotation if field else None
-        owner = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-    return path, section
-
-
-def _methods() -> tuple[type[BaseModel], ...]:
-    union, *_ = get_args(MethodConfig)
-    return get_args(union)
-
-
-def _nearest(key: str, section: type[BaseModel] | None) -> str:
-    """The same key of another section, else the nearest of its own."""
-    for name, field in Recipe.model_fields.items():
-        part = field.annotation
-        if isinstance(part, type) and issubclass(part, BaseModel) and key in part.model_fields:
-            return f"; did you mean '{name}.{key}'?"
-    return did_you_mean(key, section.model_fields if section else ())
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else text[:57] + "…"
-
-
-def _apply(content: dict[str, Any], override: str) -> str:
-    """Sets one `key.path=value` in `content`; returns the key."""
-    key, equals, text = override.partition("=")
+def _apply(content: dict[str, Any], typed: str) -> Override:
+    """Sets one `key.path=value` in `content`."""
+    shown = shown_override(typed)
+    key, equals, text = typed.partition("=")
     keys = key.split(".")
     if not equals or not all(keys):
-        raise RecipeError(f"override '{override}': write it as key.path=value, as in optim.lr=1e-3")
-    value = _read_yaml(text, f"override '{override}'")
-    section = content
+        raise RecipeError(f"{shown}: write it as key.path=value, as in optim.lr=1e-3")
+    value = read_yaml(text, shown)
+    section, made = content, key
     for depth, name in enumerate(keys[:-1], start=1):
-        below = section.get(name)
-        if below is None:
-            below = section[name] = {}
-        if not isinstance(below, dict):
-            raise RecipeError(f"override '{override}': {'.'.join(keys[:depth])} is {_shown(below)}, not a section")
-        section = below
+        above = ".".join(keys[:depth])
+        if section.get(name) is None:
+            section[name] = {}
+            made = min(made, above, key=len)
+        if not isinstance(section[name], dict):
+            raise RecipeError(f"{shown}: {above} is {shown_value(section[name])}, not a section")
+        section = section[name]
     section[keys[-1]] = value
-    return key
+    return Override(typed, key, made)
 
 
 def _beside(data: Data, folder: Path) -> Data:
@@ -411,56 +362,3 @@ def _beside(data: Data, folder: Path) -> Data:
             raise RecipeError(f"data: '{path[:80]}' is no path: {error.strerror}") from error
 
     return data.model_copy(update={"train": place(data.train), "valid": place(data.valid)})
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 without its surprises: a key given twice or an alias is an error, and 2e-4 is a number."""
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        # aliases nest to any size, or into themselves, and a recipe has no use for them
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark  # type: ignore[union-attr]
-            raise yaml.constructor.ConstructorError(None, None, "an alias (*name) isn't allowed: write it out", mark)
-        return super().compose_node(parent, index)
-
-
-def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: set[Any] = set()
-    for key_node, _ in node.value:
-        if key_node.tag == "tag:yaml.org,2002:merge":
-            continue
-        key = loader.construct_object(key_node, deep=True)
-        if not isinstance(key, str):
-            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is not a name", key_node.start_mark)
-        if key in seen:
-            raise yaml.constructor.ConstructorError(None, None, f"key '{key}' is given twice", key_node.start_mark)
-        seen.add(key)
-    return loader.construct_mapping(node, deep=True)
-
-
-def _no_value(loader: _Loader, node: yaml.Node) -> Any:
-    kind = node.tag.rpartition(":")[2]
-    raise yaml.constructor.ConstructorError(None, None, f"!!{kind} is no value of a recipe", node.start_mark)
-
-
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-for _kind in ("binary", "set", "omap", "pairs"):
-    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _no_value)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"), list("-+.0123456789")
-)
-
-
-def _read_yaml(text: str, source: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f":{mark.line + 1}" if mark else ""
-        raise RecipeError(f"{source}{line}: not valid YAML: {error.problem or error.context}") from error
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        # what yaml's own constructors let through: !!float abc, a date that isn't one, brackets a thousand deep
-        problem = " ".join(str(error).split())
-        raise RecipeError(f"{source}: not valid YAML: a value can't be read: {problem}") from error

@@ -160,7 +160,11 @@ def _report(error: BaseException, argv: Sequence[str]) -> int:
     elif isinstance(error, _ClickException):
         context = getattr(error, "ctx", None)
         path = context.command_path if context is not None else "peftkit"
-        message = f"{error.format_message()}\nTry '{path} --help'."  # type: ignore[attr-defined]
+        fault = error.format_message()  # type: ignore[attr-defined]
+        option = getattr(error, "option_name", None) or ""
+        if "." in option and path.endswith(" train"):
+            fault += f" A recipe's key has no dashes in front: {option.lstrip('-')}=VALUE."
+        message = f"{fault}\nTry '{path} --help'."
     else:
         first = next(iter(str(error).splitlines()), "")
         message = f"{type(error).__name__}: {first} (--debug shows where)"

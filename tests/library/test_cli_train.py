@@ -90,7 +90,7 @@ def test_a_dry_run_shows_parameters_memory_and_a_sample_with_its_loss_mask(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["optim.lrr=1"], "override optim.lrr=: unknown key; did you mean 'lr'?"),
+        (["optim.lrr=1"], "override 'optim.lrr=1': unknown key; did you mean 'optim.lr'?"),
         (["base=nowhere/base"], "nowhere/base"),
         (["data.train=nowhere.jsonl"], "nowhere.jsonl: can't read the data file: No such file or directory"),
         (["method.targets=[q_prj]"], "method.targets: 'q_prj' matches no module of this model; did you mean 'q_proj'?"),
@@ -127,7 +127,12 @@ def test_a_bad_row_is_named_with_file_and_line(
 def test_a_missing_recipe_is_exit_code_2(tmp_path: Path, capsys: Capture) -> None:
     code, _, err = answer(capsys, str(tmp_path / "nowhere.yaml"))
     assert code == 2
-    assert "nowhere.yaml: can't read the recipe" in err
+    assert "nowhere.yaml: there is no such recipe" in err
+
+
+def test_a_key_with_dashes_in_front_is_told_of_its_way(recipe: str, capsys: Capture) -> None:
+    code, _, err = answer(capsys, recipe, "--optim.lr=1e-3")
+    assert code == 2 and "A recipe's key has no dashes in front: optim.lr=VALUE." in err
 
 
 def test_a_second_run_is_refused_then_overwritten(recipe: str, capsys: Capture) -> None:

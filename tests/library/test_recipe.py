@@ -12,6 +12,7 @@ import peftkit.recipe
 from peftkit.errors import InputError, RecipeError
 from peftkit.methods import LoraConfig, PromptTuningConfig
 from peftkit.recipe import Recipe, Runs, load_recipe, load_runs
+from peftkit.recipe_errors import ELSEWHERE
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 
@@ -91,19 +92,19 @@ def test_every_field_has_a_default_and_a_docstring() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("optim: {lrr: 1.0}", "recipe.yaml: optim.lrr: unknown key; did you mean 'lr'?"),
+        ("optim: {lrr: 1.0}", "recipe.yaml: optim.lrr: unknown key; did you mean 'optim.lr'?"),
         ("metod: {kind: lora}", "recipe.yaml: metod: unknown key; did you mean 'method'?"),
-        ("method: {kind: lora, rnk: 3}", "recipe.yaml: method.rnk: unknown key"),
-        ("method: {kind: lora, alhpa: 3}", "recipe.yaml: method.alhpa: unknown key; did you mean 'alpha'?"),
+        ("method: {kind: lora, rnk: 3}", "recipe.yaml: method.rnk: unknown key (there are: kind, r, alpha,"),
+        ("method: {kind: lora, alhpa: 3}", "recipe.yaml: method.alhpa: unknown key; did you mean 'method.alpha'?"),
         ("max_length: 9", "recipe.yaml: max_length: unknown key; did you mean 'data.max_length'?"),
         ("lr: 0.1", "recipe.yaml: lr: unknown key; did you mean 'optim.lr'?"),
-        ("method: {kind: lorra}", "recipe.yaml: method: no method 'lorra'; did you mean 'lora'? (there are: lora,"),
-        ("method: {r: 8}", "recipe.yaml: method: kind is missing"),
+        ("method: {kind: lorra}", "recipe.yaml: method.kind: no method 'lorra'; did you mean 'lora'? (there are:"),
+        ("method: {r: 8}", "recipe.yaml: method: kind is missing: name one of lora, bottleneck, prefix,"),
         ("method: [{kind: lora}, {kind: bottleneck, rnk: 2}]", "recipe.yaml: method.1.rnk: unknown key"),
-        ("method: [{kind: lorra}]", "recipe.yaml: method.0: no method 'lorra'; did you mean 'lora'?"),
+        ("method: [{kind: lorra}]", "recipe.yaml: method.0.kind: no method 'lorra'; did you mean 'lora'?"),
         ("method: [{r: 8}]", "recipe.yaml: method.0: kind is missing"),
         ("method: []", "recipe.yaml: method: an empty list: name a method"),
-        ("method: 3", "recipe.yaml: method: must be a mapping of keys to values, not 3"),
+        ("method: 3", "recipe.yaml: method: must be a mapping of keys to values, as in {kind: lora}, not 3"),
         ("method: [{kind: prompt}, {kind: prefix}]", "recipe.yaml: method: a prompt adapter is there already"),
         ("method: [{kind: lora}, {kind: lora}]", "recipe.yaml: method: a lora adapter is there already"),
         ("train: 3", "recipe.yaml: train: must be a mapping of keys to values, not 3"),
@@ -111,6 +112,12 @@ def test_every_field_has_a_default_and_a_docstring() -> None:
         ("train: {epochs: 1.5}", "recipe.yaml: train.epochs: should be a valid integer, not 1.5"),
         ("train: {epochs: true}", "recipe.yaml: train.epochs: should be a valid integer, not true"),
         ("train: {epochs: 0}", "recipe.yaml: train.epochs: should be greater than or equal to 1, not 0"),
+        ("learning_rate: 1", "recipe.yaml: learning_rate: unknown key; did you mean 'optim.lr'?"),
+        ("method: {kind: lora, rank: 1}", "recipe.yaml: method.rank: unknown key; did you mean 'method.r'?"),
+        ("method: {kind: prompt, rank: 1}", "recipe.yaml: method.rank: unknown key (there are: "),
+        ("method: {kind: prefix, r: 1}", "recipe.yaml: method.r: unknown key of prefix, it is one of lora"),
+        ("log: {sterp: 1}", "recipe.yaml: log.sterp: unknown key (there are: every, samples, tensorboard, wandb)"),
+        ("data: {packing: 1}", "recipe.yaml: data.packing: should be 'auto' or a valid boolean, not 1"),
         ("optim: {lr: -1}", "recipe.yaml: optim.lr: should be greater than 0, not -1"),
         ("optim: {lr: .nan}", "recipe.yaml: optim.lr: should be a finite number, not NaN"),
         ("optim: {schedule: cosin}", "recipe.yaml: optim.schedule: should be 'constant', 'linear' or 'cosine'"),
@@ -122,7 +129,7 @@ def test_every_field_has_a_default_and_a_docstring() -> None:
         ("runs: [{}]\nturn_steps: 0", "recipe.yaml: turn_steps: must be a whole number above 0, not 0"),
         ("turn_steps: 5", "recipe.yaml: runs: must be a list of mappings, not null"),
         ("runs: [{base: b}]", "recipe.yaml: runs.0.base: all runs share one base: write base beside runs"),
-        ("runs: [{optim: {lrr: 1}}]", "recipe.yaml: runs.0: optim.lrr: unknown key; did you mean 'lr'?"),
+        ("runs: [{optim: {lrr: 1}}]", "recipe.yaml: runs.0: optim.lrr: unknown key; did you mean 'optim.lr'?"),
         ('out: "a\\0b"', r"recipe.yaml: out: 'a\x00b' is no path: it holds a NUL character"),
         ("out: ~nosuchuser/a", "recipe.yaml: out: '~nosuchuser/a' is no path: there is no such user"),
     ],
@@ -134,7 +141,7 @@ def test_a_wrong_key_or_value_is_one_line_with_file_and_dotted_key(tmp_path: Pat
 def test_each_fault_has_its_own_line(tmp_path: Path) -> None:
     text = refusal(tmp_path, "data: {train: x, fromat: chat}\noptim: {lr: fast}")
     assert text.splitlines() == [
-        "recipe.yaml: data.fromat: unknown key; did you mean 'format'?",
+        "recipe.yaml: data.fromat: unknown key; did you mean 'data.format'?",
         'recipe.yaml: optim.lr: should be a valid number, not "fast"',
     ]
 
@@ -144,6 +151,7 @@ def test_each_fault_has_its_own_line(tmp_path: Path) -> None:
     [
         ("base: b\noptim: {lr: 1\ntrain: {}\n", "recipe.yaml:3: not valid YAML"),
         ("base: b\nbase: c\n", "recipe.yaml:2: not valid YAML: key 'base' is given twice"),
+        ("base: b\ndata:\n\ttrain: x\n", "recipe.yaml:3: not valid YAML: found character '\\t' that cannot start any"),
         ("base: b\n3: c\n", "recipe.yaml:2: not valid YAML: key 3 is not a name"),
         ("- a\n- b\n", "recipe.yaml: a recipe is a mapping of keys to values, not a list"),
         ("base: !!python/object:os.system x\n", "recipe.yaml:1: not valid YAML"),
@@ -154,8 +162,15 @@ def test_broken_yaml_is_named_with_its_line(tmp_path: Path, text: str, message: 
 
 
 def test_a_recipe_that_is_not_there_or_not_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"nowhere.yaml: can't read the recipe: No such file"):
+    with pytest.raises(RecipeError, match=r"nowhere.yaml: there is no such recipe: .* recipes/address-lora\.yaml"):
         load_recipe(tmp_path / "nowhere.yaml")
+    recipe_file(tmp_path, "data: {train: x}")
+    with pytest.raises(RecipeError, match=r"recip\.yaml: there is no such recipe; did you mean '.*/recipe\.yaml'\?"):
+        load_recipe(tmp_path / "recip.yaml")
+    with pytest.raises(RecipeError, match="is a folder: name a recipe in it"):
+        load_recipe(tmp_path)
+    with pytest.raises(RecipeError, match=r"rows\.jsonl: a recipe is a YAML file: name rows in its data\.train"):
+        load_recipe(tmp_path / "rows.jsonl")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(RecipeError, match=r"binary.yaml: not UTF-8"):
         load_recipe(tmp_path / "binary.yaml")
@@ -185,16 +200,42 @@ def test_overrides_take_yaml_values_and_come_before_the_file(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("optim.lrr=1", "override optim.lrr=: unknown key; did you mean 'lr'?"),
-        ("train.epochs=many", 'override train.epochs=: should be a valid integer, not "many"'),
-        ("optim.lr", "override 'optim.lr': write it as key.path=value, as in optim.lr=1e-3"),
-        ("optim..lr=1", "override 'optim..lr=1': write it as key.path=value"),
-        ("base.name=x", "override 'base.name=x': base is \"b\", not a section"),
-        ("optim.lr=[1", "override 'optim.lr=[1':1: not valid YAML"),
+        ("optim.lrr=1", "'optim.lrr=1': unknown key; did you mean 'optim.lr'?"),
+        ("lr=1", "'lr=1': unknown key; did you mean 'optim.lr'?"),
+        ("optm.lr=1", "'optm.lr=1': unknown key; did you mean 'optim.lr'?"),
+        ("optim={lrr: 1}", "'optim={lrr: 1}': optim.lrr: unknown key; did you mean 'optim.lr'?"),
+        ("train.epochs=many", "'train.epochs=many': should be a valid integer, not \"many\""),
+        ("data.packing=1", "'data.packing=1': should be 'auto' or a valid boolean, not 1"),
+        ("optim.betas=[0.9, 2]", "'optim.betas=[0.9, 2]': betas must lie between 0 and 1, not [0.9, 2.0]"),
+        ("optim.lr", "'optim.lr': write it as key.path=value, as in optim.lr=1e-3"),
+        ("optim..lr=1", "'optim..lr=1': write it as key.path=value"),
+        ("base.name=x", "'base.name=x': base is \"b\", not a section"),
+        ("optim.lr=[1", "'optim.lr=[1': not valid YAML: expected ',' or ']'"),
+        ("method.kind=lorra", "'method.kind=lorra': no method 'lorra'; did you mean 'lora'?"),
+        ("method=lora", "'method=lora': must be a mapping of keys to values, as in {kind: lora}, not \"lora\""),
     ],
 )
-def test_a_wrong_override_is_named(tmp_path: Path, override: str, message: str) -> None:
-    assert refusal(tmp_path, "base: b\ndata: {train: x}", override).startswith(message)
+def test_every_wrong_override_is_named_in_one_style(tmp_path: Path, override: str, message: str) -> None:
+    assert refusal(tmp_path, "base: b\ndata: {train: x}", override).startswith(f"override {message}")
+
+
+def test_a_method_of_another_kind_leaves_no_key_of_the_first(tmp_path: Path) -> None:
+    message = refusal(tmp_path, "method: {kind: lora, r: 2}\ndata: {train: x}", "method.kind=prefix")
+    assert message == (
+        "recipe.yaml: method.r: unknown key of prefix, it is one of lora; "
+        "method={kind: prefix} sets the method as a whole"
+    )
+
+
+def test_a_fault_of_the_file_is_not_laid_to_an_override(tmp_path: Path) -> None:
+    assert refusal(tmp_path, "optm: {lr: 1}\ndata: {train: x}", "optim.lr=1").startswith("recipe.yaml: optm: unknown")
+
+
+def test_what_other_trainers_call_a_setting_leads_to_a_key_that_is_there() -> None:
+    for key in ELSEWHERE.values():
+        section, _, name = key.rpartition(".")
+        owner = LoraConfig if section == "method" else Recipe.model_fields[section].annotation if section else Recipe
+        assert owner is not None and name in owner.model_fields, key
 
 
 def test_data_lies_in_the_current_folder_or_else_beside_the_recipe(
