@@ -430,40 +430,6 @@ def test_a_request_for_a_cold_adapter_is_loaded_once_however_many_ask(
         assert answers == [text] * 6 and second.service.catalog.shelf.num_loads == 1
 
 
-def test_a_watched_folder_is_served_as_it_comes_and_changes(
-    make_engine: Callable[..., Any], serve: Callable[..., Any], adapter_folders: Folders, tmp_path: Path
-) -> None:
-    folder = tmp_path / "watched"
-    folder.mkdir()
-    rewritten(adapter_folders["red"], folder / "a")
-    settings = {"store": tmp_path / "store", "watched": folder, "poll_s": 0.05}
-
-    def wait_for(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 10
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-
-    with serve(make_engine(), **settings) as served:
-        assert names(served) == ["tiny", "a"]
-        first = ask(served, "a")
-        (folder / "bad").mkdir()
-        (folder / "bad" / "adapter_config.json").write_text("{")
-        rewritten(adapter_folders["blue"], folder / ".new")
-        (folder / ".new").rename(folder / "b")
-        wait_for(lambda: "b" in names(served))
-        rewritten(adapter_folders["blue"], folder / ".new")
-        (folder / "a").rename(folder / ".old")
-        (folder / ".new").rename(folder / "a")
-        wait_for(lambda: len(httpx.get(f"{served.url}/v1/adapters/a").json()["versions"]) == 2)
-        assert ask(served, "a") == ask(served, "b") != first and ask(served, "a@1") == first
-        assert names(served) == ["tiny", "a", "b"]
-    with serve(make_engine(), **settings) as again:
-        assert len(httpx.get(f"{again.url}/v1/adapters/a").json()["versions"]) == 2, (
-            "the same content is no new version"
-        )
-
-
 def test_adapters_of_the_same_weights_have_their_own_templates(
     make_engine: Callable[..., Any], serve: Callable[..., Any], write_lora: Callable[..., Path], tmp_path: Path
 ) -> None:

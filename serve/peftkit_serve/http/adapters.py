@@ -76,7 +76,7 @@ def create_router(service: Service, access: Access, database: Database) -> APIRo
 
     def published(adapter: Adapter, version: Version) -> Published:
         card = VersionCard.of(adapter, version, catalog.shelf)
-        return Published(name=adapter.name, tenant=adapter.owner or None, **card.model_dump())
+        return Published(name=adapter.name, tenant=adapter.tenant, **card.model_dump())
 
     def fixed() -> list[AdapterCard]:
         return [AdapterCard.fixed_one(entry, service.created) for entry in service.static_entries()]

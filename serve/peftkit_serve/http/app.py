@@ -54,15 +54,17 @@ def create_app(
     settings = settings or Settings()
     resources = ExitStack()
     store = settings.store or Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="peftkit-serve-")))
-    base_id = scope_of(async_engine.engine.base, settings.watched)
+    base_id = scope_of(async_engine.engine.base)
     database = Database(settings.database or f"sqlite:///{store / 'state.db'}", base_id)
     resources.callback(database.close)
     contents = Contents(store / "adapters" / base_id[:16], max_bytes=settings.max_upload_bytes)
     shelf = Shelf(async_engine, contents.kept, max_bytes=settings.host_bytes)
-    catalog = Catalog(async_engine, database, contents, shelf, served_name)
+    catalog = Catalog(async_engine, database, contents, shelf, served_name, settings.watched)
     service = Service(async_engine, served_name, catalog, settings)
     access = Access(database, open_admin=settings.open_admin, require_key=settings.require_key)
-    watcher = None if settings.watched is None else Watcher(settings.watched, catalog)
+    watcher = None
+    if settings.watched is not None and catalog.watched_owner is not None:
+        watcher = Watcher(settings.watched, catalog, catalog.watched_owner)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -108,13 +110,11 @@ def create_app(
     return app
 
 
-def scope_of(base: BaseInfo, watched: Path | None) -> str:
-    """What tells the adapters of a base and of a watched folder from others in the same database.
-
-    It is the same for all precisions of a base's weights.
-    """
-    mark, folder = base.fingerprint, "" if watched is None else str(watched.resolve())
-    return hashlib.sha256("\0".join((mark.architecture, mark.config, mark.tokenizer, folder)).encode()).hexdigest()
+def scope_of(base: BaseInfo) -> str:
+    """What tells a base's adapters from others in the same database: the same for all precisions of its weights."""
+    mark = base.fingerprint
+    # the empty last part is in the databases that are there
+    return hashlib.sha256("\0".join((mark.architecture, mark.config, mark.tokenizer, "")).encode()).hexdigest()
 
 
 async def _poll(catalog: Catalog, watcher: Watcher | None, period_s: float) -> None:

@@ -191,12 +191,14 @@ class AdapterCard(BaseModel):
     state: Literal["ready"] = "ready"
     fixed: bool = False
     """Whether the server was started with it: then it can be neither changed nor removed."""
+    watched: bool = False
+    """Whether it comes from the watched folder: then new versions, and its removal, do too."""
     versions: list[VersionCard]
 
     @classmethod
     def of(cls, adapter: Adapter, shelf: Shelf) -> Self:
         cards = [VersionCard.of(adapter, version, shelf) for version in adapter.versions.values()]
-        return cls(name=adapter.name, tenant=adapter.owner or None, versions=cards)
+        return cls(name=adapter.name, tenant=adapter.tenant, watched=adapter.watched, versions=cards)
 
     @classmethod
     def fixed_one(cls, entry: AdapterEntry, created: float) -> Self:

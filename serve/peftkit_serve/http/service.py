@@ -105,25 +105,19 @@ class Service:
 
     def model(self, caller: Caller, name: str) -> Model:
         """The base by its name, an adapter by its own, by `name@version` or by `base:name`. Raises 404."""
-        if name == self.served_name:
-            engine = self.engine.engine
-            return Model(name, name, None, None, name, engine.room(), engine.tokenizer)
-        model = self._adapter(caller, name)
-        if model is None and name.startswith(f"{self.served_name}:"):
-            model = self._adapter(caller, name.removeprefix(f"{self.served_name}:"))
+        model = self._find(caller, name)
         if model is None:
             raise errors.model_not_found(name, self.names(caller))
-        return replace(model, name=name)
+        return model
 
     def cards(self, caller: Caller) -> list[ModelCard]:
         """All names, the base first."""
-        return [self.card(caller, name) for name in self.names(caller)]
+        models = [self._find(caller, name) for name in self.names(caller)]
+        return [self._card(model) for model in models if model is not None]  # else it has gone since it was listed
 
     def card(self, caller: Caller, name: str) -> ModelCard:
         """How `/v1/models` shows a name. Raises 404 for an unknown one."""
-        model = self.model(caller, name)
-        parent = None if model.root == self.served_name else self.served_name
-        return ModelCard(id=name, created=self.created, root=model.root, parent=parent, max_model_len=model.room)
+        return self._card(self.model(caller, name))
 
     async def chat_prompt(
         self, model: Model, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
@@ -233,6 +227,19 @@ class Service:
             facts["model"], facts["outcome"] = model.label, track.outcome
             facts["prompt_tokens"] = facts.get("prompt_tokens", 0) + track.num_prompt_tokens
             facts["completion_tokens"] = facts.get("completion_tokens", 0) + track.num_tokens
+
+    def _card(self, model: Model) -> ModelCard:
+        parent = None if model.root == self.served_name else self.served_name
+        return ModelCard(id=model.name, created=self.created, root=model.root, parent=parent, max_model_len=model.room)
+
+    def _find(self, caller: Caller, name: str) -> Model | None:
+        if name == self.served_name:
+            engine = self.engine.engine
+            return Model(name, name, None, None, name, engine.room(), engine.tokenizer)
+        model = self._adapter(caller, name)
+        if model is None and name.startswith(f"{self.served_name}:"):
+            model = self._adapter(caller, name.removeprefix(f"{self.served_name}:"))
+        return None if model is None else replace(model, name=name)
 
     def _adapter(self, caller: Caller, name: str) -> Model | None:
         engine = self.engine.engine

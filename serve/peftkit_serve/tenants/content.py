@@ -17,9 +17,11 @@ import re
 import shutil
 import tarfile
 import tempfile
+import threading
 import time
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -45,6 +47,8 @@ class Contents:
     def __init__(self, root: Path, *, max_bytes: int) -> None:
         """max_bytes: of one adapter's files together."""
         self.max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._held: Counter[str] = Counter()
         self._incoming, self.kept, self._unsettled = root / "incoming", root / "content", root / "unsettled"
         for folder in (self._incoming, self.kept, self._unsettled):
             folder.mkdir(parents=True, exist_ok=True)
@@ -60,27 +64,31 @@ class Contents:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def keep(self, arrival: "Arrival") -> tuple[str, int]:
-        """Files that were found good, by their digest from now on; returns it and their bytes. Then `settle` it."""
-        files = sorted(path for path in arrival.folder.rglob("*") if path.is_file())
-        digest, num_bytes = hashlib.sha256(), 0
-        for path in files:
-            name = path.relative_to(arrival.folder).as_posix()
-            with path.open("rb") as file:
-                inner = hashlib.file_digest(file, "sha256").hexdigest()
-                os.fsync(file.fileno())
-            digest.update(f"{name}\0{inner}\n".encode())
-            num_bytes += path.stat().st_size
-        self.doubt([digest.hexdigest()])
-        target = self.kept / digest.hexdigest()
-        if not target.exists():
-            try:
-                arrival.folder.rename(target)
-            except OSError:
-                if not target.exists():  # else another one has brought the same
-                    raise
-            _sync(self.kept)
-        return digest.hexdigest(), num_bytes
+    def keep(self, arrival: "Arrival", digest: str) -> None:
+        """Files that were found good, by their `Arrival.digest` from now on: one rename. They are held until `release`,
+        after which `settle` says whether they stay."""
+        with self._lock:
+            self.doubt([digest])
+            target = self.kept / digest
+            if not target.exists():
+                try:
+                    arrival.folder.rename(target)
+                except OSError:
+                    if not target.exists():  # else another process has brought the same
+                        raise
+                _sync(self.kept)
+            self._held[digest] += 1
+
+    def release(self, digest: str) -> None:
+        """Who brought it has written its version down, or given up."""
+        with self._lock:
+            self._held[digest] -= 1
+            if not self._held[digest]:
+                del self._held[digest]
+
+    def is_held(self, digest: str) -> bool:
+        """Whether somebody brings it at the moment."""
+        return digest in self._held
 
     def doubt(self, digests: Iterable[str]) -> None:
         """Notes content whose versions are about to change."""
@@ -88,11 +96,14 @@ class Contents:
             (self._unsettled / digest).touch()
 
     def settle(self, digest: str, *, keep: bool) -> None:
-        """The versions have changed: removes files that none has any more, and the note."""
-        if not keep:
-            with suppress(FileNotFoundError), tempfile.TemporaryDirectory(dir=self._incoming) as folder:
-                (self.kept / digest).rename(Path(folder) / digest)
-        (self._unsettled / digest).unlink(missing_ok=True)
+        """The versions have changed: removes files that none has any more, and the note. What is held is left alone."""
+        with self._lock:
+            if digest in self._held:
+                return
+            if not keep:
+                with suppress(FileNotFoundError), tempfile.TemporaryDirectory(dir=self._incoming) as folder:
+                    (self.kept / digest).rename(Path(folder) / digest)
+            (self._unsettled / digest).unlink(missing_ok=True)
 
     def unsettled(self) -> list[str]:
         """Content that a process was killed over."""
@@ -137,6 +148,19 @@ class Arrival:
             elif path.suffix == ".safetensors":
                 _check_header(path)
         return cast(dict[str, Any], record) if isinstance(record, dict) else {}
+
+    def digest(self) -> tuple[str, int]:
+        """SHA-256 over names and contents of the files, which are on the disk from now on, and their bytes."""
+        files = sorted(path for path in self.folder.rglob("*") if path.is_file())
+        digest, num_bytes = hashlib.sha256(), 0
+        for path in files:
+            name = path.relative_to(self.folder).as_posix()
+            with path.open("rb") as file:
+                inner = hashlib.file_digest(file, "sha256").hexdigest()
+                os.fsync(file.fileno())
+            digest.update(f"{name}\0{inner}\n".encode())
+            num_bytes += path.stat().st_size
+        return digest.hexdigest(), num_bytes
 
     def _take_all(self, members: Iterator[tuple[str, IO[bytes]]]) -> None:
         try:

@@ -21,7 +21,7 @@ from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
 from peftkit.errors import InputError, RunError, did_you_mean
 from peftkit_serve.tenants import tables
 from peftkit_serve.tenants.keys import NewKey, new_key
-from peftkit_serve.tenants.records import SHARED, Adapter, Key, Limits, Snapshot, Tenant, Version
+from peftkit_serve.tenants.records import Adapter, Key, Limits, Snapshot, Tenant, Version, tenant_of
 
 _MAX_HISTORY = 16
 
@@ -247,7 +247,7 @@ class Database:
         return Limits.read(row.limits)
 
     def _check_room(self, connection: sa.Connection, owner: str, name: str, nbytes: int) -> None:
-        if owner == SHARED:
+        if tenant_of(owner) is None:
             return
         limits = self._require_tenant(connection, owner)
         mine = tables.versions.c.owner == owner

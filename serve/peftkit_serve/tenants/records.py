@@ -1,12 +1,27 @@
 """What is known of tenants, keys and adapters at one moment: frozen data, as read from the database."""
 
+import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, Self
 
 SHARED = ""
 """The owner of adapters that belong to the operator and can be opened to tenants."""
+_WATCHED = "/"
+"""How an owner begins that is a folder: no tenant can be called so."""
+
+
+def owner_of_watched(folder: Path) -> str:
+    """The owner of the adapters that a watched folder brings, which are shared too."""
+    return _WATCHED + hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()
+
+
+def tenant_of(owner: str) -> str | None:
+    """The tenant that an owner is; None for the owners of shared adapters."""
+    return None if owner == SHARED or owner.startswith(_WATCHED) else owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +109,16 @@ class Adapter:
     """Version → share of the requests; sums to 1."""
     history: tuple[dict[int, float], ...] = ()
     """Earlier weights, the latest last: where rollback goes."""
+
+    @property
+    def tenant(self) -> str | None:
+        """Whose it is; None for a shared one."""
+        return tenant_of(self.owner)
+
+    @property
+    def watched(self) -> bool:
+        """Whether it comes from a watched folder."""
+        return self.owner.startswith(_WATCHED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,8 @@ class Shelf:
             return 0
         try:
             await asyncio.shield(place.loading)
-            return (await self._engine.remove_adapter(place.name)).nbytes
+            entry = await self._engine.remove_adapter(place.name)
+            return 0 if self._is_named(entry.uid) else entry.nbytes
         except PeftkitError:  # it was never loaded, or the engine has ended and its memory with it
             return 0
 
@@ -161,6 +162,17 @@ class Shelf:
                 await self._engine.remove_adapter(place.name)
             except PeftkitError as error:
                 logger.warning({"adapter_not_put_away": digest, "reason": type(error).__name__})
+
+    def _is_named(self, uid: str) -> bool:
+        """Whether the engine has the same weights under another name: they came with other files, or from the start."""
+        adapters = self._engine.engine.adapters
+        for name in adapters.names():
+            try:
+                if adapters.uid(name) == uid:
+                    return True
+            except InputError:  # removed meanwhile
+                continue
+        return False
 
     def _entry(self, digest: str) -> AdapterEntry | None:
         place = self._places.get(digest)
