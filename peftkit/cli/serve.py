@@ -51,6 +51,9 @@ def command(
             min=1, help="LoRA and bottleneck adapters on the device at a time.  [default: 256 on a GPU, else 16]"
         ),
     ] = None,
+    max_queue: Annotated[
+        int, typer.Option(min=1, help="Answers of all tenants that may wait for their first token; more are refused.")
+    ] = 1024,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000,
     no_auth: Annotated[
@@ -99,6 +102,7 @@ def command(
             database=database,
             adapter_roots=tuple(root or ()) + (() if watched is None else (watched,)),
             watched=watched,
+            max_waiting=max_queue,
             drain_timeout_s=drain_timeout,
             open_admin=local,
             require_key=not local and not no_auth,

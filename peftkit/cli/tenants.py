@@ -26,6 +26,12 @@ Adapters = Annotated[
 Rpm = Annotated[int | None, typer.Option("--requests-per-minute", min=0, help="0 is without limit.")]
 Tpm = Annotated[int | None, typer.Option("--tokens-per-minute", min=0, help="Prompt and answer; 0 is without limit.")]
 Concurrency = Annotated[int | None, typer.Option("--max-concurrency", min=0, help="Answers at a time; 0: no limit.")]
+MaxQueue = Annotated[
+    int | None,
+    typer.Option(
+        "--max-queue", min=0, help="Of these, those that wait for their first token, at first 256; 0: no limit."
+    ),
+]
 MaxAdapters = Annotated[int | None, typer.Option("--max-adapters", min=0, help="Adapters of its own; 0: no limit.")]
 MaxBytes = Annotated[int | None, typer.Option("--max-adapter-bytes", min=0, help="Bytes of them; 0: no limit.")]
 Weight = Annotated[float | None, typer.Option("--weight", min=0.001, max=1000, help="Share of a busy engine.")]
@@ -38,6 +44,7 @@ def add(
     requests_per_minute: Rpm = None,
     tokens_per_minute: Tpm = None,
     max_concurrency: Concurrency = None,
+    max_queue: MaxQueue = None,
     max_adapters: MaxAdapters = None,
     max_adapter_bytes: MaxBytes = None,
     weight: Weight = None,
@@ -49,7 +56,15 @@ def add(
     from peftkit_serve.tenants.records import Limits
 
     check_name(name)
-    given = _given(requests_per_minute, tokens_per_minute, max_concurrency, max_adapters, max_adapter_bytes, weight)
+    given = _given(
+        weight,
+        requests_per_minute=requests_per_minute,
+        tokens_per_minute=tokens_per_minute,
+        max_concurrency=max_concurrency,
+        max_queue=max_queue,
+        max_adapters=max_adapters,
+        max_adapter_bytes=max_adapter_bytes,
+    )
     with _opened(db, store) as database:
         _show_key(name, database.add_tenant(name, replace(Limits(), **given), adapter or ["*"]))
 
@@ -79,6 +94,7 @@ def set_tenant(
     requests_per_minute: Rpm = None,
     tokens_per_minute: Tpm = None,
     max_concurrency: Concurrency = None,
+    max_queue: MaxQueue = None,
     max_adapters: MaxAdapters = None,
     max_adapter_bytes: MaxBytes = None,
     weight: Weight = None,
@@ -86,7 +102,15 @@ def set_tenant(
     store: Store = None,
 ) -> None:
     """Change a tenant's limits or shared adapters; what is left out stays."""
-    given = _given(requests_per_minute, tokens_per_minute, max_concurrency, max_adapters, max_adapter_bytes, weight)
+    given = _given(
+        weight,
+        requests_per_minute=requests_per_minute,
+        tokens_per_minute=tokens_per_minute,
+        max_concurrency=max_concurrency,
+        max_queue=max_queue,
+        max_adapters=max_adapters,
+        max_adapter_bytes=max_adapter_bytes,
+    )
     with _opened(db, store) as database:
         tenant = database.snapshot.tenants.get(name)
         limits: Limits | None = None if tenant is None else replace(tenant.limits, **given)
@@ -137,23 +161,9 @@ def _opened(db: str | None, store: Path | None) -> "Iterator[Database]":
         database.close()
 
 
-def _given(
-    requests_per_minute: int | None,
-    tokens_per_minute: int | None,
-    max_concurrency: int | None,
-    max_adapters: int | None,
-    max_adapter_bytes: int | None,
-    weight: float | None,
-) -> dict[str, Any]:
+def _given(weight: float | None, **counts: int | None) -> dict[str, Any]:
     """The limits that were typed; 0 is without limit."""
-    typed = {
-        "requests_per_minute": requests_per_minute,
-        "tokens_per_minute": tokens_per_minute,
-        "max_concurrency": max_concurrency,
-        "max_adapters": max_adapters,
-        "max_adapter_bytes": max_adapter_bytes,
-    }
-    limits: dict[str, Any] = {name: value or None for name, value in typed.items() if value is not None}
+    limits: dict[str, Any] = {name: count or None for name, count in counts.items() if count is not None}
     return limits | ({} if weight is None else {"weight": weight})
 
 

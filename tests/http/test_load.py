@@ -9,6 +9,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import pytest
 import torch
 
 from peftkit.artifact import write_adapter
+from peftkit.errors import InputError
 from peftkit.methods import BottleneckConfig, LoraConfig, PrefixTuningConfig, PTuningConfig, PTuningV2Config
 from peftkit.methods.prefix import kv_width
 from peftkit_serve.tenants.admission import Admission, Refusal
@@ -184,12 +187,23 @@ def test_a_request_that_waits_too_long_ends_without_harm(
 
 
 def test_a_full_queue_is_429_with_a_time(make_engine: Callable[..., Any], serve: Callable[..., Any]) -> None:
-    with serve(make_engine(max_requests=1), max_waiting=2) as served:
-        body = {"model": "tiny", "prompt": ["a"] * 3, "max_tokens": 1}
-        answer = httpx.post(f"{served.url}/v1/completions", json=body)
-        assert answer.status_code == 429 and answer.json()["error"]["code"] == "queue_full"
-        assert 1 <= int(answer.headers["retry-after"]) <= 60
-        assert httpx.post(f"{served.url}/v1/completions", json=body | {"prompt": ["a"] * 2}).status_code == 200
+    with serve(make_engine(max_requests=1), max_waiting=2) as served, ThreadPoolExecutor(1) as other:
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 1}
+        with openai.OpenAI(base_url=f"{served.url}/v1", api_key="-", max_retries=0) as client:
+            running = client.completions.create(model="tiny", prompt="a", max_tokens=2000, stream=True, **LONG)
+            next(iter(running))
+            waiting = other.submit(httpx.post, f"{served.url}/v1/completions", json=body | {"n": 2}, timeout=60)
+            deadline = time.monotonic() + 30
+            while served.service.admission.num_waiting("") < 2:
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+            answer = httpx.post(f"{served.url}/v1/completions", json=body)
+            assert answer.status_code == 429 and answer.json()["error"]["code"] == "queue_full"
+            assert 1 <= int(answer.headers["retry-after"]) <= 60
+            running.close()
+            assert waiting.result().status_code == 200
+        never = httpx.post(f"{served.url}/v1/completions", json=body | {"n": 3})
+        assert never.status_code == 400 and never.json()["error"]["param"] == "n"
         text = httpx.get(f"{served.url}/metrics").text
         assert 'peftkit_refusals_total{code="queue_full",tenant=""} 1.0' in text
 
@@ -294,5 +308,30 @@ def test_visits_return_what_they_took_whatever_ends_them() -> None:
         except KeyError:
             pass
         assert (admission.num_live("a"), admission.num_waiting("a")) == (0, 0)
-    with pytest.raises(Refusal, match="server's queue"):
+    with admission.enter("a", Limits(), answers=3, prompt_tokens=1):
+        with pytest.raises(Refusal, match="server's queue"):
+            admission.enter("a", Limits(max_queue=None), answers=2, prompt_tokens=1)
+    with pytest.raises(InputError, match="this server's limit is 4"):
         admission.enter("a", Limits(max_queue=None), answers=5, prompt_tokens=1)
+
+
+@pytest.mark.parametrize("limits", [Limits(requests_per_minute=1), Limits(tokens_per_minute=100)])
+def test_a_request_that_fails_before_its_first_token_takes_nothing_of_the_rates(limits: Limits) -> None:
+    now = 0.0
+    admission = Admission(clock=lambda: now)
+
+    def enter(error: type[BaseException] | None, *, started: bool) -> None:
+        with suppress(KeyError, GeneratorExit):
+            with admission.enter("a", limits, answers=2, prompt_tokens=100) as visit:
+                if started:
+                    visit.started()
+                if error is not None:
+                    raise error
+
+    for _ in range(5):
+        enter(KeyError, started=False)
+    for error, started in ((None, True), (KeyError, True), (GeneratorExit, False)):
+        enter(error, started=started)
+        with pytest.raises(Refusal, match="a minute"):
+            enter(None, started=True)
+        now += 60

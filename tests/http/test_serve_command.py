@@ -82,7 +82,7 @@ def test_one_line_when_ready_and_a_drain_on_sigterm(
 
 
 def test_the_options_bound_what_a_step_holds(base_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bounds = ["--max-requests", 2, "--max-tokens-per-step", 16, "--max-adapters", 3]
+    bounds = ["--max-requests", 2, "--max-tokens-per-step", 16, "--max-adapters", 3, "--max-queue", 3]
     with running("--base", base_folder, "--port", 0, *bounds, "--json") as process:
         assert process.stdout is not None
         url = json.loads(process.stdout.readline())["url"]
@@ -90,6 +90,8 @@ def test_the_options_bound_what_a_step_holds(base_folder: Path, capsys: pytest.C
             answer = client.completions.create(
                 model="tiny", prompt=["a" * 60, "b" * 60, "c" * 60], max_tokens=4, extra_body={"ignore_eos": True}
             )
+            with pytest.raises(openai.BadRequestError, match="limit is 3 that wait"):
+                client.completions.create(model="tiny", prompt=["a"] * 4)
         assert answer.usage is not None and answer.usage.completion_tokens == 12
         figures = httpx.get(f"{url}/metrics").text
     assert 'max_lora="3"' in figures

@@ -348,6 +348,28 @@ def test_a_rate_is_kept_and_says_when_to_come_again(office: Office, limits: dict
     assert say(limited, "tiny"), "a raised limit holds at once"
 
 
+@pytest.mark.parametrize(
+    "limits", [{"requests_per_minute": 1}, {"tokens_per_minute": 5}, {"requests_per_minute": 1, "max_concurrency": 2}]
+)
+def test_what_is_refused_takes_nothing_of_a_rate(office: Office, limits: dict[str, Any]) -> None:
+    headers = {"authorization": f"Bearer {office.tenant('acme', **limits)}"}
+    good: dict[str, Any] = {"model": "tiny", "prompt": "abcde", "max_tokens": 1}
+
+    def status(**fields: Any) -> int:
+        return httpx.post(f"{office.server.url}/v1/completions", json=good | fields, headers=headers).status_code
+
+    for stream in (False, True):
+        assert status(temperature=9, stream=stream) == 400
+        assert status(prompt=[1, 2, 260], stream=stream) == 400, "the engine's refusal, behind the rates"
+        assert status(logit_bias={"260": 1}, stream=stream) == 400
+        assert status(prompt="x" * 5000, stream=stream) == 400
+        assert status(model="none", stream=stream) == 404
+        if "max_concurrency" in limits:
+            assert status(n=3, stream=stream) == 400
+    assert status() == 200
+    assert status() == 429
+
+
 def test_concurrency_and_queue_are_bounded_for_each_tenant(office: Office) -> None:
     acme, rival = office.client(office.tenant("acme", max_concurrency=2)), office.client(office.tenant("rival"))
     fields: dict[str, Any] = {"prompt": "a", "max_tokens": 1500, "stream": True, "extra_body": {"ignore_eos": True}}

@@ -40,6 +40,13 @@ def test_what_the_command_changes_holds_for_a_running_server(
         assert said(capsys, "set", "acme", "--tokens-per-minute", 0, *store)["limits"]["tokens_per_minute"] is None
         listed = said(capsys, "list", *store)["tenants"]
         assert listed[0]["name"] == "acme" and listed[0]["adapters"] == ["a*"] and len(listed[0]["keys"]) == 2
+        assert limits["max_queue"] == 256
+        assert said(capsys, "set", "acme", "--max-queue", 7, *store)["limits"] == {
+            **limits,
+            "max_queue": 7,
+            "tokens_per_minute": None,
+        }
+        assert said(capsys, "set", "acme", "--max-queue", 0, *store)["limits"]["max_queue"] is None
         said(capsys, "revoke", "acme", "--key", second["id"], *store)
         assert status(first) == 200 and status(second["key"]) == 401
         admin = said(capsys, "admin-key", *store)["key"]

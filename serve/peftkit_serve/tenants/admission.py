@@ -43,7 +43,7 @@ class _Bucket:
         return missing * 60 / per_minute if missing > 1e-9 else 0.0
 
     def take(self, amount: float) -> None:
-        """Takes what was asked for, or more."""
+        """Takes what was asked for, or more; less than nothing is given back."""
         if self.level is not None:
             self.level -= amount
 
@@ -74,11 +74,14 @@ class _Account:
 
 
 class Visit:
-    """A request that is in: it tells of its tokens, and leaves once whatever ends it."""
+    """A request that is in: it tells of its tokens, and leaves once whatever ends it.
 
-    def __init__(self, admission: "Admission", account: _Account, answers: int) -> None:
+    One that an error ends before its first token has asked for nothing: what it took of the rates is given back."""
+
+    def __init__(self, admission: "Admission", account: _Account, answers: int, prompt_tokens: int) -> None:
         self._admission, self._account = admission, account
-        self._num_live = self._num_waiting = answers
+        self._num_answers = self._num_waiting = answers
+        self._prompt_tokens = prompt_tokens
 
     def started(self) -> None:
         """One of its answers has its first token."""
@@ -93,10 +96,13 @@ class Visit:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # not an Exception: the client has gone away
+        if kind is not None and issubclass(kind, Exception) and self._num_waiting == self._num_answers:
+            self._account.requests.take(-1)
+            self._account.tokens.take(-self._prompt_tokens)
         self._admission.leave_queue(self._account, self._num_waiting)
-        self._account.num_live -= self._num_live
-        self._num_live = self._num_waiting = 0
+        self._account.num_live -= self._num_answers
         self._account.ends.tick(self._admission.clock())
 
 
@@ -125,7 +131,7 @@ class Admission:
         account.num_live += answers
         account.num_waiting += answers
         self._num_waiting += answers
-        return Visit(self, account, answers)
+        return Visit(self, account, answers, prompt_tokens)
 
     def num_live(self, tenant: str) -> int:
         """A tenant's answers that have not ended."""
@@ -143,10 +149,14 @@ class Admission:
         self._num_waiting -= answers
 
     def _check(self, account: _Account, limits: Limits, answers: int, prompt_tokens: int, now: float) -> None:
-        for most, what in ((limits.max_concurrency, "at a time"), (limits.max_queue, "that wait")):
+        for most, limit in (
+            (limits.max_concurrency, f"your limit is {limits.max_concurrency} at a time"),
+            (limits.max_queue, f"your limit is {limits.max_queue} that wait"),
+            (self._max_waiting, f"this server's limit is {self._max_waiting} that wait"),
+        ):
             if most is not None and answers > max(most, 1):  # one answer is refused as what may come later
-                message = f"n: the request is for {answers} answers (prompts times n), and your limit is {most} {what}"
-                raise InputError(f"{message}: ask for fewer", field="n")
+                message = f"n: the request is for {answers} answers (prompts times n), and {limit}: ask for fewer"
+                raise InputError(message, field="n")
         if limits.max_concurrency is not None and account.num_live + answers > limits.max_concurrency:
             message = f"your limit is {limits.max_concurrency} answers at a time, {account.num_live} are under way"
             raise Refusal(message, "concurrency_limit_exceeded", account.ends.gap_s)
