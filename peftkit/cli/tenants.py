@@ -51,7 +51,7 @@ def add(
     db: Db = None,
     store: Store = None,
 ) -> None:
-    """Add a tenant and show its key, this once."""
+    """Add a tenant and show its key, this once. Makes the database where there is none yet."""
     from peftkit_serve.tenants.names import check_name
     from peftkit_serve.tenants.records import Limits
 
@@ -65,7 +65,9 @@ def add(
         max_adapters=max_adapters,
         max_adapter_bytes=max_adapter_bytes,
     )
-    with _opened(db, store) as database:
+    with _opened(db, store, create=True) as database:
+        if database.created:
+            output.note(f"there was no database at {database.shown_url}: made a new one")
         _show_key(name, database.add_tenant(name, replace(Limits(), **given), adapter or ["*"]))
 
 
@@ -150,11 +152,12 @@ def admin_key(db: Db = None, store: Store = None) -> None:
 
 
 @contextmanager
-def _opened(db: str | None, store: Path | None) -> "Iterator[Database]":
+def _opened(db: str | None, store: Path | None, *, create: bool = False) -> "Iterator[Database]":
+    """The server's database; one that isn't there is likelier a mistyped place than one that is wanted."""
     from peftkit_serve.tenants.database import Database
     from peftkit_serve.tenants.places import database_of
 
-    database = Database(database_of(db, store))
+    database = Database(database_of(db, store), create=create)
     try:
         yield database
     finally:

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from peftkit.cli.main import run
+from peftkit_serve.tenants.database import Database
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
@@ -70,6 +71,30 @@ def test_what_the_command_changes_holds_for_a_running_server(
     ],
 )
 def test_bad_input_is_a_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str], wanted: str) -> None:
+    Database(f"sqlite:///{tmp_path / 'state.db'}").close()
     assert run(["tenants", *words, *(() if "--db" in words else ("--store", str(tmp_path)))]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1 and wanted in captured.err
+
+
+@pytest.mark.parametrize(
+    "words", [["list"], ["set", "a"], ["revoke", "a"], ["revoke", "a", "--key", "x"], ["key", "a"], ["admin-key"]]
+)
+def test_a_mistyped_place_is_refused_and_nothing_is_made_there(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str]
+) -> None:
+    for where in (["--store", tmp_path / "typo"], ["--db", f"sqlite:///{tmp_path / 'typo.db'}"]):
+        assert run(["tenants", *words, *map(str, where)]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == "" and captured.err.count("\n") <= 2
+        assert "no database" in captured.err and str(tmp_path / "typo") in captured.err and "--store" in captured.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_first_tenant_makes_the_database_and_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    place = ["--store", str(tmp_path / "store")]
+    assert run(["tenants", "add", "first", *place]) == 0
+    assert f"{tmp_path / 'store' / 'state.db'}: made a new one" in capsys.readouterr().err
+    assert run(["tenants", "add", "second", *place]) == 0
+    assert capsys.readouterr().err == ""
+    assert [one["name"] for one in said(capsys, "list", *place)["tenants"]] == ["first", "second"]

@@ -172,3 +172,5 @@ class Status(BaseModel):
     """The answer of `/health` and `/ready`."""
 
     status: Literal["ok", "ready", "not ready", "draining"]
+    reason: str | None = None
+    """What must be mended, where the status alone doesn't say it."""

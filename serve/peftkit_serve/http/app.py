@@ -21,13 +21,14 @@ from peftkit_serve.http import adapters, console_page, errors, openai, tenants
 from peftkit_serve.http.access import Access, bearer
 from peftkit_serve.http.answers import Status
 from peftkit_serve.http.guard import Guard
+from peftkit_serve.http.logs import fault
 from peftkit_serve.http.service import Service
 from peftkit_serve.http.settings import Settings
 from peftkit_serve.http.tracing import Tracing, fastapi_telemetry
 from peftkit_serve.http.watch import Watcher
 from peftkit_serve.tenants.catalog import Catalog
 from peftkit_serve.tenants.content import Contents
-from peftkit_serve.tenants.database import Database
+from peftkit_serve.tenants.database import LOST, Database
 from peftkit_serve.tenants.shelf import Shelf
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def create_app(
     app.include_router(adapters.create_router(service, access, database))
     app.include_router(tenants.create_router(service, access, database))
     app.include_router(console_page.create_router())
-    _add_operations(app, service, access)
+    _add_operations(app, service, access, database)
     return app
 
 
@@ -118,21 +119,32 @@ def scope_of(base: BaseInfo) -> str:
 
 
 async def _poll(catalog: Catalog, watcher: Watcher | None, period_s: float) -> None:
-    """Sees what others have changed: in the database, and in the watched folder."""
+    """Sees what others have changed: in the database, and in the watched folder. It ends with the server alone."""
+    said = ""
     while True:
         await asyncio.sleep(period_s)
         try:
             await catalog.refresh()
             if watcher is not None:
                 await watcher.look()
+            said = ""
         except RunError as error:  # what was read last stays true until it answers again
-            logger.warning("%s", error)
+            if str(error) != said:
+                said = str(error)
+                logger.warning("%s", said)
+        except Exception as error:  # a fault of ours: keys are still to be revoked
+            logger.error(fault(error))
 
 
-def _add_operations(app: FastAPI, service: Service, access: Access) -> None:
+def _add_operations(app: FastAPI, service: Service, access: Access, database: Database) -> None:
     """The routes that machines ask every few seconds."""
 
-    @app.get("/health", tags=["Operations"], responses={503: {"model": Status, "description": "The engine died."}})
+    @app.get(
+        "/health",
+        tags=["Operations"],
+        response_model_exclude_none=True,
+        responses={503: {"model": Status, "description": "The engine died."}},
+    )
     async def health(response: Response) -> Status:
         """The process answers and its engine has not died: that takes a new process."""
         if service.engine.died and not service.draining:
@@ -140,13 +152,21 @@ def _add_operations(app: FastAPI, service: Service, access: Access) -> None:
             return Status(status="not ready")
         return Status(status="ok")
 
-    @app.get("/ready", tags=["Operations"], responses={503: {"model": Status, "description": "Not now."}})
+    @app.get(
+        "/ready",
+        tags=["Operations"],
+        response_model_exclude_none=True,
+        responses={503: {"model": Status, "description": "Not now."}},
+    )
     async def ready(response: Response) -> Status:
-        """Whether new requests are taken."""
-        if service.ready:
+        """Whether new requests are taken, and changes are kept."""
+        lost = not await asyncio.to_thread(lambda: database.is_there)
+        if service.ready and not lost:
             return Status(status="ready")
         response.status_code = 503
-        return Status(status="draining" if service.draining else "not ready")
+        if service.draining:
+            return Status(status="draining")
+        return Status(status="not ready", reason=LOST if lost else None)
 
     @app.get(
         "/metrics",

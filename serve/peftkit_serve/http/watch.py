@@ -46,7 +46,7 @@ class Watcher:
             try:
                 version = await self._catalog.publish(self._owner, name, lambda to, of=folder: to.copy(of), known=False)
                 logger.info({"adapter": name, "version": version.number, "from": "watched folder"})
-            except (InputError, RunError) as error:
+            except (InputError, RunError, OSError) as error:  # of the disk's too: the others are still to be looked at
                 logger.warning("adapter '%s' is refused: %s", name, error)
         await self._remove_all_but(stamps)
         self._first = False

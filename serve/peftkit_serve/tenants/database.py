@@ -11,6 +11,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import quote
 
 import sqlalchemy as sa
 from alembic import command
@@ -26,6 +27,12 @@ from peftkit_serve.tenants.records import Adapter, Key, Limits, Snapshot, Tenant
 _MAX_HISTORY = 16
 
 Weights = Mapping[int, float]
+Mark = tuple[int, int]
+
+LOST = (
+    "the database's file was removed or replaced meanwhile: nothing can be changed until it is put back, or the server "
+    "is started anew"
+)
 
 
 class NameInUse(InputError):
@@ -39,23 +46,36 @@ class QuotaExceeded(InputError):
 class Database:
     """The state of all tenants, and the adapters of one base."""
 
-    def __init__(self, url: str, base: str = "") -> None:
+    def __init__(self, url: str, base: str = "", *, create: bool = True) -> None:
         """
         url: SQLAlchemy's: "sqlite:///path" or "postgresql+psycopg://…"; the schema is brought up to date.
         base: what tells this base's adapters from those of others in the same database.
+        create: whether a database that isn't there is made.
 
-        Raises InputError (field "db") for an address that can't be used.
+        Raises InputError (field "db") for an address that can't be used, or where nothing is that may not be made.
         """
         self._base = base
         self._lock = threading.Lock()
+        self._mark: Mark | None = None
+        self.created = False
+        """Whether it was not there before."""
         self.snapshot = Snapshot()
         """The last state that was read; never changes in place."""
         try:
             address = sa.make_url(url)
+            self.shown_url = address.render_as_string()
+            """Its address without a password."""
             if address.get_backend_name() == "postgresql" and address.get_driver_name() != "psycopg":
                 address = address.set(drivername="postgresql+psycopg")
+            self._file = _file_of(address)
+            if self._file is not None:
+                _provide(self._file, create)
+                # from here on a file that isn't there is an error, which SQLite would mend by an empty one
+                query = {**address.query, "mode": "rw", "uri": "true"}
+                address = address.set(database=f"file:{quote(str(self._file))}", query=query)
             self._engine = _connectable(address)
-            self._migrate()
+            self._migrate(create)
+            self._mark = _mark_of(self._file)
             self.refresh()
         except ModuleNotFoundError as error:
             raise InputError(
@@ -65,12 +85,19 @@ class Database:
             reason = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
             raise InputError(f"--db: this database can't be used: {reason}", field="db") from None
 
+    @property
+    def is_there(self) -> bool:
+        """Whether SQLite's file is still the one that was opened: one that was removed or replaced would go on taking
+        changes, which would be gone with the process."""
+        return self._mark == _mark_of(self._file)
+
     def close(self) -> None:
         """Gives the connections back."""
         self._engine.dispose()
 
     def refresh(self) -> bool:
         """Reads the state again if it has changed; whether it had."""
+        self._require_file()
         with self._lock, self._reading() as connection:
             revision = int(connection.execute(sa.select(tables.state.c.revision)).scalar_one())
             if revision == self.snapshot.revision:
@@ -187,6 +214,7 @@ class Database:
     @contextmanager
     def _changing(self) -> Generator[sa.Connection, None, None]:
         """A transaction, one at a time in all processes; the snapshot is new when it has ended."""
+        self._require_file()
         try:
             with self._engine.begin() as connection:
                 # the first statement writes: it is the lock that all changes queue at
@@ -194,15 +222,22 @@ class Database:
                 yield connection
         except OperationalError as error:
             raise RunError(f"the database doesn't answer: {type(error.orig).__name__}") from None
-        self.refresh()
+        self.refresh()  # which also sees whether the file went meanwhile
 
-    def _migrate(self) -> None:
+    def _require_file(self) -> None:
+        if not self.is_there:
+            raise RunError(LOST)
+
+    def _migrate(self, create: bool) -> None:
         config = Config()
         config.set_main_option("script_location", str(Path(__file__).with_name("migrations")))
         # servers that start together migrate in turn
         with self._engine.execution_options(sqlite_begin="BEGIN IMMEDIATE").begin() as connection:
             if connection.dialect.name == "postgresql":
                 connection.execute(sa.text("SELECT pg_advisory_xact_lock(7323510938)"))
+            self.created = not sa.inspect(connection).has_table(tables.state.name)
+            if self.created and not create:
+                raise _absent("it has no tables of peftkit's")
             config.attributes["connection"] = connection
             command.upgrade(config, "head")
 
@@ -298,11 +333,40 @@ class Database:
         return sa.and_(table.base == self._base, table.owner == owner, table.name == name, one)
 
 
+def _file_of(address: sa.URL) -> Path | None:
+    """SQLite's file; None for a server, for memory, and for an address in SQLite's own form."""
+    named = address.get_backend_name() == "sqlite" and address.database not in (None, "", ":memory:")
+    return Path(str(address.database)).absolute() if named and "uri" not in address.query else None
+
+
+def _provide(file: Path, create: bool) -> None:
+    if create:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    elif not file.exists():
+        raise _absent(f"there is no file {file}")
+
+
+def _absent(reason: str) -> InputError:
+    return InputError(
+        f"there is no database here, {reason}: name the server's by --db or --store; `peftkit serve` and "
+        "`peftkit tenants add` make a new one",
+        field="db",
+    )
+
+
+def _mark_of(file: Path | None) -> Mark | None:
+    """What tells a file from another one that comes to have its name."""
+    try:
+        found = None if file is None else file.stat()
+    except FileNotFoundError:
+        return None
+    return None if found is None else (found.st_dev, found.st_ino)
+
+
 def _connectable(address: sa.URL) -> sa.Engine:
     if address.get_backend_name() != "sqlite":
         return sa.create_engine(address, pool_pre_ping=True)
-    if address.database:
-        Path(address.database).parent.mkdir(parents=True, exist_ok=True)
     engine = sa.create_engine(address, connect_args={"timeout": 30})
 
     @event.listens_for(engine, "connect")
