@@ -11,7 +11,6 @@ import huggingface_hub
 from huggingface_hub.errors import (
     HFValidationError,
     LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
 from tqdm.auto import tqdm
@@ -20,6 +19,7 @@ from peftkit.base.cache import file_sha256
 from peftkit.base.convert import Source, convert, converted_dir, is_whole
 from peftkit.base.fingerprint import Fingerprint, fingerprint
 from peftkit.base.folder import check_folder
+from peftkit.base.hub import out_of_reach
 from peftkit.errors import BaseModelError, did_you_mean
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -163,17 +163,18 @@ def _hub(repo: str, nf4: bool) -> Path:
         fault_of_copy = None
     except BaseModelError as error:
         fault_of_copy = error
-    try:
-        # the plain tqdm shows this bar though the command line keeps the hub's other ones quiet
-        return Path(huggingface_hub.snapshot_download(repo, allow_patterns=_HUB_FILES, tqdm_class=tqdm))
-    except RepositoryNotFoundError:
-        fault = "the hub has no such repository, or it is private"
-    except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
-        fault = f"the hub can't be reached ({str(error).splitlines()[0]})"
-    except (HFValidationError, OSError) as error:
-        fault = f"the download failed ({str(error).splitlines()[0]})"
+    remedy = f"name a local folder, or one of {', '.join(EMBEDDED)}"
+    if reason := out_of_reach():
+        fault = f"the hub can't be reached ({reason})"
+        remedy = f"run peftkit base fetch {repo} where it can, {remedy}"
+    else:
+        try:
+            # the plain tqdm shows this bar though the command line keeps the hub's other ones quiet
+            return Path(huggingface_hub.snapshot_download(repo, allow_patterns=_HUB_FILES, tqdm_class=tqdm))
+        except RepositoryNotFoundError:
+            fault = "the hub has no such repository, or it is private"
+        except (HFValidationError, LocalEntryNotFoundError, OSError) as error:
+            fault = f"the download failed ({str(error).splitlines()[0]})"
     raise fault_of_copy or BaseModelError(
-        f"base {repo}: no such folder, not in the local hub cache, and {fault}; name a local folder, "
-        f"or one of {', '.join(EMBEDDED)}",
-        field="base",
+        f"base {repo}: no such folder, not in the local hub cache, and {fault}; {remedy}", field="base"
     )

@@ -52,7 +52,9 @@ def check(
     typed = {"valid": valid, "format": format, "turns": turns, "max_length": max_length, "too_long": too_long}
     named, sets = _settings(what, {field: value for field, value in typed.items() if value is not None})
     if (base or named) is None:
-        raise InputError("name the base whose tokenizer reads the data with --base", field="base")
+        raise InputError(
+            "name the base whose tokenizer reads the data with --base, as in --base smollm2-135m", field="base"
+        )
     tokenizer = load_tokenizer(resolve_base(str(base or named)))
     checked = [_audits(data, tokenizer, rows or None, show) for data in sets]
     facts = [{part: _facts(audit) for part, audit in audits.items()} for audits in checked]

@@ -195,6 +195,7 @@ def _quiet_libraries(*, debug: bool) -> None:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("HF_HUB_VERBOSITY", "error")
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", module=r"peftkit")
     warnings.showwarning = _show_warning

@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -167,9 +168,13 @@ def _detect(fields: dict[str, Any], where: str) -> Format:
     if "text" in fields:
         return "text"
     known = [name for names in _FIELDS.values() for name in names]
-    near = next((f" ('{key}'{did_you_mean(key, known)})" for key in fields if did_you_mean(key, known)), "")
+    there = ", ".join(f"'{key}'" for key in fields) or "no fields"
+    near = next(
+        (f" ('{key}'{did_you_mean(key, known)})" for key in fields if get_close_matches(key, known, 1, 0.7)), ""
+    )
     raise DataError(
-        f"{where}: the row has neither prompt and completion nor messages, instruction and output, or text{near}"
+        f"{where}: the row has neither prompt and completion nor messages, instruction and output, or text{near}: "
+        f"it has {there}; rename what is meant"
     )
 
 

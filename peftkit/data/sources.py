@@ -16,12 +16,14 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from peftkit import resources
+from peftkit.base.hub import out_of_reach
 from peftkit.errors import DataError, InputError, did_you_mean
 
 Located = tuple[str, dict[str, Any]]
@@ -66,6 +68,8 @@ def open_source(name: str | Path, *, streaming: bool = False, shown: str | None 
         path = resources.find(str(name))  # a file whose name has a '#'
     elif split:
         raise DataError(f"{typed}: a file has no splits: leave out '#{split}'")
+    if not path.exists():
+        raise DataError(_no_such_file(path, typed))
     read = _READERS.get(path.suffix.lower(), _jsonl)
 
     def rows(start: int) -> Iterator[Located]:
@@ -75,6 +79,13 @@ def open_source(name: str | Path, *, streaming: bool = False, shown: str | None 
             raise DataError(f"{typed}: can't read the data file: {error.strerror or error}") from error
 
     return Source(typed, rows, lambda ends: _digest([path], typed, ends=ends))
+
+
+def _no_such_file(path: Path, typed: str) -> str:
+    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = did_you_mean(path.name, beside)
+    kinds = ": name a file, a folder of `datasets`, a hub id OWNER/NAME, or example:SET/FILE.jsonl"
+    return f"{typed}: there is no such data file{near or kinds}"
 
 
 def _digest(paths: list[Path], name: str, *, ends: bool) -> str:
@@ -116,9 +127,15 @@ def _jsonl(path: Path, name: str, start: int) -> Iterator[Located]:
 
 def _json(path: Path, name: str, start: int) -> Iterator[Located]:
     with path.open("rb") as file:
-        if file.read(_READ_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"[":
-            yield from _jsonl(path, name, start)
-            return
+        beginning = file.read(_READ_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if beginning[:1] != b"[":
+        if re.match(rb"\{\s*(\n|\"[^\"]*\"\s*:\s*\[\s*(\n|\{\s*\n))", beginning):
+            raise DataError(
+                f"{name}: one JSON object over many lines: rows are a list of objects, or one object a line; where the "
+                "rows are a list inside it, write that list alone"
+            )
+        yield from _jsonl(path, name, start)
+        return
     rows = _parse("".join(line for _, line in _lines(path, name)), name)
     for number, row in enumerate(rows[start:], start=start + 1):
         where = f"{name}: row {number}"
@@ -169,6 +186,11 @@ def _csv(path: Path, name: str, start: int) -> Iterator[Located]:
         try:
             records = (record for record in reader if record)
             header = next(records, [])
+            if len(header) == 1 and (other := next((mark for mark in ";\t|" if mark in header[0]), None)):
+                raise DataError(
+                    f"{name}:1: the header is one name, {header[0]!r}: write commas where it has {other!r}"
+                    + (", or call the file .tsv" if other == "\t" else "")
+                )
             if doubled := next((column for column in header if header.count(column) > 1), None):
                 raise DataError(f"{name}:1: the header names '{doubled}' twice")
             for record in islice(records, start, None):
@@ -281,13 +303,33 @@ def _load_hub(location: str, split: str, name: str, streaming: bool) -> Any:
     from datasets.exceptions import DatasetsError
 
     identity, _, config = location.partition(":")
+    reason = out_of_reach()
     try:
-        return datasets.load_dataset(identity, config or None, split=split, streaming=streaming)
+        with _from_cache(reason is not None):
+            return datasets.load_dataset(identity, config or None, split=split, streaming=streaming)
     except (OSError, ValueError, DatasetsError) as error:
+        fault = f"can't be had: {_one_line(error)}"
+        if reason:
+            fault = (
+                f"isn't in the cache, and the hub can't be reached ({reason}): name a local file, or load it once with "
+                "`datasets` where the hub can be reached"
+            )
         raise DataError(
-            f"{name}: there is no such file, and the hub's data set {identity} (split {split}) can't be had: "
-            f"{_one_line(error)}"
+            f"{name}: there is no such file, and the hub's data set {identity} (split {split}) {fault}"
         ) from error
+
+
+@contextmanager
+def _from_cache(only: bool) -> Iterator[None]:
+    """Inside, `datasets` doesn't ask the hub: it would, for half a minute, before it looks into its cache."""
+    from datasets import config
+
+    offline = config.HF_HUB_OFFLINE
+    config.HF_HUB_OFFLINE = offline or only
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE = offline
 
 
 def _one_line(error: Exception) -> str:

@@ -92,7 +92,7 @@ def test_a_dry_run_shows_parameters_memory_and_a_sample_with_its_loss_mask(
     [
         (["optim.lrr=1"], "override 'optim.lrr=1': unknown key; did you mean 'optim.lr'?"),
         (["base=nowhere/base"], "nowhere/base"),
-        (["data.train=nowhere.jsonl"], "nowhere.jsonl: can't read the data file: No such file or directory"),
+        (["data.train=nowhere.jsonl"], "nowhere.jsonl: there is no such data file: name a file"),
         (["method.targets=[q_prj]"], "method.targets: 'q_prj' matches no module of this model; did you mean 'q_proj'?"),
     ],
 )

@@ -90,6 +90,8 @@ USER = {"role": "user", "content": "a"}
         ([GOOD, {"messages": []}], ":2: prompt is missing"),
         (["[" * 100_000], ":1: JSON nested too deep"),
         ([{"promt": "a", "label": "b"}], ":1: the row has neither prompt and completion nor messages, instruction and"),
+        ([{"question": "a", "answer": "b"}], ":1: the row has neither prompt and completion nor messages, instruction "
+            "and output, or text: it has 'question', 'answer'; rename what is meant"),
         ([{"prompt": "a", "completion": "b", "messages": []}], ":1: the row has both messages and completion"),
         ([{"messages": []}], ":1: messages: must be a list of at least one message"),
         ([{"messages": [{"role": "usr", "content": "a"}]}], ":1: messages[0].role: 'usr'; did you mean 'user'?"),
@@ -109,8 +111,11 @@ def test_a_bad_row_is_named_with_file_and_line(lines: Callable[..., Path], rows:
 
 
 def test_a_file_that_is_not_there_or_not_text_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere.jsonl: can't read the data file: No such file"):
+    with pytest.raises(DataError, match=r"nowhere.jsonl: there is no such data file: name a file, a folder of"):
         list(read_rows(tmp_path / "nowhere.jsonl"))
+    (tmp_path / "train.jsonl").touch()
+    with pytest.raises(DataError, match=r"trian.jsonl: there is no such data file; did you mean 'train.jsonl'\?"):
+        list(read_rows(tmp_path / "trian.jsonl"))
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "a", "completion": "b"}\n{"prompt": "\xe9"}\n')
     with pytest.raises(DataError, match=r"latin.jsonl:2: not UTF-8 text"):
         list(read_rows(tmp_path / "latin.jsonl"))

@@ -1,6 +1,7 @@
 """Sources of rows: the same rows from every kind of file and table, and what is said of a broken one."""
 
 import csv
+import errno
 import json
 import shutil
 import socket
@@ -13,10 +14,11 @@ import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from peftkit.base import resolve_base
 from peftkit.cli.main import run as cli
 from peftkit.data import ChatRow, CompletionRow, Dataset, InstructionRow, Stream, TextRow, load_dataset, read_rows
 from peftkit.data.sources import open_source
-from peftkit.errors import DataError
+from peftkit.errors import BaseModelError, DataError
 from peftkit.recipe import Recipe
 from peftkit.train import dry_run, train
 
@@ -144,7 +146,6 @@ def test_a_hub_data_set_in_the_cache_is_read_without_the_network(
     import datasets
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr("datasets.config.HF_DATASETS_OFFLINE", True)
     made = datasets.load_dataset(
         "json", data_files=str(WRITERS["jsonl"](tmp_path)), split="train", cache_dir=str(tmp_path / "made")
     )
@@ -155,8 +156,35 @@ def test_a_hub_data_set_in_the_cache_is_read_without_the_network(
     (cached / "json-train.arrow").rename(cached / "some-rows-train.arrow")
     rows = list(read_rows("someone/some-rows"))
     assert [row.prompt for row in rows if isinstance(row, CompletionRow)] == [row["prompt"] for row in ROWS]
-    with pytest.raises(DataError, match=r"someone/no-rows: there is no such file, and the hub's data set .* can't be"):
+    wanted = r"someone/no-rows: there is no such file, and the hub's .* can't be reached \(.*\): name a local file"
+    with pytest.raises(DataError, match=wanted):
         open_source("someone/no-rows")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_hub_that_does_not_answer_is_asked_once_and_told_in_one_line(
+    streaming: bool, make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def unreachable(sock: socket.socket, address: tuple[str, int]) -> None:
+        asked.append(address)
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("datasets.config.HF_ENDPOINT", "http://127.0.0.1:9")
+    for proxy in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(proxy, raising=False)
+    monkeypatch.setattr(socket.socket, "connect", unreachable)
+    recipe = make_recipe(data={"train": "someone/no-rows", "streaming": streaming})
+    with pytest.raises(DataError, match=r"hub can't be reached \(http://127.0.0.1:9 doesn't answer: .*refused\)"):
+        train(recipe)
+    assert len(asked) == 1
+    with pytest.raises(BaseModelError, match=r"doesn't answer: .*run peftkit base fetch someone/no-base where it can"):
+        resolve_base("someone/no-base")
+    assert len(asked) == 2
 
 
 # other formats -------------------------------------------------------------------------------------------------------
@@ -270,6 +298,9 @@ def test_a_bad_row_of_the_other_formats_is_named(row: dict[str, Any], message: s
         ("a.json", b'[{"prompt": "a"', ": broken JSON at column 16"),
         ("a.json", b"[1]", ": row 1: a row is a JSON object, not a number"),
         ("a.json", b"[]", ": no rows: the file is empty"),
+        ("a.json", b'{\n "data": [\n  {}\n ]\n}', ": one JSON object over many lines: rows are a list of objects"),
+        ("a.json", b'{"data": [\n  {}\n ]\n}', ": one JSON object over many lines: rows are a list of objects"),
+        ("a.csv", b"prompt;completion\na;b\n", ":1: the header is one name, 'prompt;completion': write commas where"),
         ("a.csv", b"", ": no rows: the file is empty"),
         ("a.csv", b"prompt,completion\n", ": no rows: the file is empty"),
         ("a.csv", b"prompt,completion\na,b\nc\n", ":3: the record has 1 values, the header 2 names"),
