@@ -300,23 +300,36 @@ def test_weights_that_are_none_are_refused(
 
 
 def test_removal_waits_for_running_requests_then_frees_memory_and_disk(
-    served: Any, adapter_folders: Folders, tmp_path: Path
+    served: Any, adapter_folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upload(served, "a", adapter_folders["red"])
+    allowed, taken, step = threading.Semaphore(5), threading.Semaphore(0), served.engine.step
+
+    def held() -> Any:
+        assert allowed.acquire(timeout=60)
+        taken.release()
+        return step()
+
+    monkeypatch.setattr(served.engine, "step", held)
     body = {"model": "a", "prompt": "a", "max_tokens": 600, "stream": True, "ignore_eos": True, "seed": 2}
-    with httpx.stream("POST", f"{served.url}/v1/completions", json=body) as stream:
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as stream:
         lines = stream.iter_lines()
         next(lines)
         removing: list[httpx.Response] = []
         thread = threading.Thread(
-            target=lambda: removing.append(httpx.delete(f"{served.url}/v1/adapters/a", timeout=30))
+            target=lambda: removing.append(httpx.delete(f"{served.url}/v1/adapters/a", timeout=60))
         )
         thread.start()
         while "a" in names(served):
             time.sleep(0.002)
         text = httpx.post(f"{served.url}/v1/completions", json={"model": "a", "prompt": "x"})
         assert error_of(text, 404)["code"] == "model_not_found"
+        allowed.release(20)
+        for _ in range(25):
+            assert taken.acquire(timeout=60)
+        thread.join(0.05)
         assert not removing, "it was removed under a running request"
+        allowed.release(600)
         assert list(lines)[-2] == "data: [DONE]"
     thread.join()
     assert removing[0].status_code == 200 and removing[0].json()["freed_bytes"] > 1000
@@ -379,6 +392,27 @@ def test_vllms_bodies_load_and_unload(served: Any, adapter_folders: Folders, tmp
     assert post("unload_lora_adapter", lora_name="x", lora_int_id=1).status_code == 200
     assert served.engine.stats()["adapters"] == 0
     error_of(post("unload_lora_adapter", lora_name="x"), 404)
+
+
+def test_vllms_routes_name_vllms_fields(served: Any, adapter_folders: Folders, tmp_path: Path) -> None:
+    good = str(rewritten(adapter_folders["red"], tmp_path / "root" / "good"))
+    unfit = str(rewritten(adapter_folders["red"], tmp_path / "root" / "unfit", target_modules=["nothing_here"]))
+    for name, path, status, param in (
+        ("a b", good, 400, "lora_name"),
+        ("..", good, 400, "lora_name"),
+        ("tiny", good, 409, "lora_name"),
+        ("x", "/etc", 400, "lora_path"),
+        ("x", f"{good}/none", 400, "lora_path"),
+        ("x", unfit, 400, "lora_path"),
+        (5, good, 400, "lora_name"),
+        ("x", None, 400, "lora_path"),
+    ):
+        body = {"lora_name": name, "lora_path": path}
+        assert error_of(httpx.post(f"{served.url}/v1/load_lora_adapter", json=body), status)["param"] == param
+    absent = httpx.post(f"{served.url}/v1/unload_lora_adapter", json={"lora_name": "none"})
+    assert error_of(absent, 404)["param"] == "lora_name"
+    ours = httpx.post(f"{served.url}/v1/adapters", json={"name": "x", "path": "/etc"})
+    assert error_of(ours, 400)["param"] == "path"
 
 
 def test_adapters_and_aliases_are_there_after_a_restart(

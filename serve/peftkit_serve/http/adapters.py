@@ -1,5 +1,7 @@
 """Adapters over HTTP: upload, versions, canaries, rollback and removal; vLLM's two routes beside them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,7 @@ _UPLOAD: dict[str, Any] = {
                             "type": "array",
                             "items": {"type": "string", "format": "binary"},
                             "description": "adapter_config.json, adapter_model.safetensors and, where there is one, "
-                            "peftkit.json; or one .zip, .tar or .tar.gz of them.",
+                            "peftkit.json; or one .zip, .tar or .tar.gz of them, or of their folder.",
                         },
                     },
                 }
@@ -153,13 +155,15 @@ def create_router(service: Service, access: Access, database: Database) -> APIRo
                 param="lora_name",
                 code="name_taken",
             )
-        await from_path(who, body.lora_name, body.lora_path)
+        with _vllms_names():
+            await from_path(who, body.lora_name, body.lora_path)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @router.post("/unload_lora_adapter", response_model=None, responses=_TEXT)
     async def unload_lora_adapter(body: UnloadLora, tenant: str | None = None) -> PlainTextResponse:
         """As vLLM has it, but it frees the memory, after the last request that uses it."""
-        await catalog.remove(owner(tenant), body.lora_name)
+        with _vllms_names():
+            await catalog.remove(owner(tenant), body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     return router
@@ -185,6 +189,17 @@ async def _form(request: Request) -> tuple[dict[str, str], list[UploadFile]]:
     return fields, files
 
 
+@contextmanager
+def _vllms_names() -> Iterator[None]:
+    """Errors name the fields that a client of vLLM has sent; what is wrong with an adapter itself is with its path."""
+    try:
+        yield
+    except InputError as error:
+        names = {"name": "lora_name", "path": "lora_path", None: "lora_path"}
+        error.field = names.get(error.field, error.field)
+        raise
+
+
 def _same(asked: str | None, given: str | None) -> str | None:
     """The tenant of a query and a body, either of which may name none."""
     if None not in (asked, given) and asked != given:
@@ -200,7 +215,7 @@ def _object(value: object) -> object:
 
 def _contained(path: str, roots: tuple[Path, ...]) -> Path:
     """The real folder that a path names, which must lie under an allowed root."""
-    message = "path must be an adapter's folder under one of the roots that the server was started with"
+    message = "the path must be an adapter's folder under one of the roots that the server was started with"
     if "\0" in path:
         raise InputError(message, field="path")
     try:

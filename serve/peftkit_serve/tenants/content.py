@@ -8,35 +8,30 @@ A folder appears under `content/` by one rename, after its files are on the disk
 killed between that and the database's change leaves the note, which the next one looks at.
 """
 
-import gzip
 import hashlib
 import json
-import lzma
 import os
 import re
 import shutil
-import tarfile
 import tempfile
 import threading
 import time
-import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
 from peftkit.errors import AdapterError, TooLargeError
+from peftkit_serve.tenants import archives
 
 _FILE = re.compile(r"(?:[a-z][a-z0-9_]{0,31}/)?(adapter_config\.json|adapter_model\.safetensors|peftkit\.json)")
+_PACKED = re.compile(rf"(?:(?!\.\.?/)[^/]{{1,255}}/)?{_FILE.pattern}")
+"""In an archive, where all may be in one more folder."""
 MAX_FILES = 9
 MAX_JSON_BYTES = 2**20
 MAX_HEADER_BYTES = 2**24
 _BLOCK_BYTES = 2**20
-_UNREADABLE = (zipfile.BadZipFile, tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError, RuntimeError)
-"""What reading an archive raises: OSError by gzip and bz2, RuntimeError for one that is encrypted, or packed in a way
-that isn't known."""
 _KEEP_S = 3600.0
 """How long what another process may be working on is left alone."""
 
@@ -120,12 +115,9 @@ class Arrival:
 
     def write(self, name: str, source: IO[bytes]) -> None:
         """Takes a file, or an archive of them. Raises AdapterError for what is no adapter's file, TooLargeError."""
-        lowered = name.lower()
-        if lowered.endswith(".zip"):
-            self._take_all(_zip_members(source))
-        elif lowered.endswith((".tar", ".tar.gz", ".tgz")):
-            self._take_all(_tar_members(source))
-        else:
+        if archives.is_archive(name):
+            self._take_all(archives.members(name, source))
+        elif not archives.is_idle(name):
             self._take(name, source)
 
     def copy(self, folder: Path) -> None:
@@ -163,31 +155,57 @@ class Arrival:
         return digest.hexdigest(), num_bytes
 
     def _take_all(self, members: Iterator[tuple[str, IO[bytes]]]) -> None:
-        try:
+        """Takes an archive's files, out of their folder where they are all in one."""
+        staged: dict[str, Path] = {}
+        with archives.readable(), tempfile.TemporaryDirectory(dir=self.folder.parent) as staging:
             for name, source in members:
-                self._take(name, source)
-        except _UNREADABLE as error:
-            if getattr(error, "errno", None) is not None:
-                raise  # the disk's fault, not the archive's
-            raise AdapterError(f"the archive can't be read ({type(error).__name__})") from error
+                if archives.is_idle(name):
+                    self._receive(source, None)
+                    continue
+                if not _PACKED.fullmatch(name):
+                    raise _not_ours(name)
+                if name in staged or len(staged) == MAX_FILES:
+                    raise _too_many(name)
+                staged[name] = Path(staging) / str(len(staged))
+                self._receive(source, staged[name])
+            folder = archives.common_folder(staged)
+            for name, path in staged.items():
+                path.rename(self._place(name.removeprefix(folder)))
 
     def _take(self, name: str, source: IO[bytes]) -> None:
+        self._receive(source, self._place(name))
+
+    def _place(self, name: str) -> Path:
+        """Where a file goes. Raises AdapterError for what is no adapter's."""
         if not _FILE.fullmatch(name):
-            raise AdapterError(
-                f"{name[:80]!r} is no adapter's file: send adapter_config.json, adapter_model.safetensors and, where "
-                "there is one, peftkit.json"
-            )
+            raise _not_ours(name)
         self._num_files += 1
         target = self.folder / name
         if self._num_files > MAX_FILES or target.exists():
-            raise AdapterError(f"{name[:80]!r} is given twice, or there are too many files")
+            raise _too_many(name)
         target.parent.mkdir(exist_ok=True)
-        with target.open("xb") as file:
+        return target
+
+    def _receive(self, source: IO[bytes], target: Path | None) -> None:
+        """Reads a file to its end, onto the disk where it has a place there. Raises TooLargeError."""
+        with nullcontext() if target is None else target.open("xb") as file:
             while block := source.read(_BLOCK_BYTES):
                 self._left -= len(block)
                 if self._left < 0:
                     raise TooLargeError("the adapter's files are larger than this server takes")
-                file.write(block)
+                if file is not None:
+                    file.write(block)
+
+
+def _not_ours(name: str) -> AdapterError:
+    return AdapterError(
+        f"{name[:80]!r} is no adapter's file: send adapter_config.json, adapter_model.safetensors and, where "
+        "there is one, peftkit.json"
+    )
+
+
+def _too_many(name: str) -> AdapterError:
+    return AdapterError(f"{name[:80]!r} is given twice, or there are too many files")
 
 
 def template_of(record: Mapping[str, Any]) -> str | None:
@@ -200,40 +218,6 @@ def template_of(record: Mapping[str, Any]) -> str | None:
 def _old(folder: Path) -> list[Path]:
     """What lies there since so long that no living process works on it."""
     return [path for path in folder.iterdir() if time.time() - path.stat().st_mtime > _KEEP_S]
-
-
-class _Sparing:
-    """A file that is read in blocks: what an archive says of a header's length can't fill memory."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.seek, self.tell, self.seekable, self._read = file.seek, file.tell, file.seekable, file.read
-
-    def read(self, size: int = -1) -> bytes:
-        """As a file's. Raises AdapterError for more than blocks are large."""
-        if size > 2 * _BLOCK_BYTES:
-            raise AdapterError("the archive can't be read: a header in it is too long")
-        return self._read(size)
-
-
-def _zip_members(source: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
-    with zipfile.ZipFile(cast(IO[bytes], _Sparing(source))) as archive:
-        for info in archive.infolist():
-            if not info.is_dir():
-                with archive.open(info) as member:
-                    yield info.filename, member
-
-
-def _tar_members(source: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
-    zipped = source.read(2) == b"\x1f\x8b"
-    source.seek(0)
-    plain = cast(IO[bytes], gzip.GzipFile(fileobj=source, mode="rb")) if zipped else source
-    with tarfile.open(fileobj=cast(IO[bytes], _Sparing(plain)), mode="r:") as archive:
-        for info in archive:
-            member = archive.extractfile(info) if info.isreg() else None
-            if member is not None:
-                yield info.name.removeprefix("./"), member
-            elif not info.isdir():
-                raise AdapterError(f"{info.name[:80]!r} in the archive is no plain file")
 
 
 def _read_json(path: Path) -> object:
