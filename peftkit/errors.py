@@ -56,7 +56,10 @@ class UnsupportedError(AdapterError):
     """A feature of an adapter that can't be honoured faithfully; it is refused by name, never ignored."""
 
 
-def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """Returns "; did you mean 'x'?" for the candidate nearest to `name`, or "" when none is near."""
-    near = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.5)
+def did_you_mean(name: str, candidates: Iterable[str], *, likeness: float = 0.5) -> str:
+    """Returns "; did you mean 'x'?" for the candidate nearest to `name`, or "" when none is near.
+
+    Names that share much anyway, as files their ending, need more `likeness` (1: they are the same).
+    """
+    near = difflib.get_close_matches(name, list(candidates), n=1, cutoff=likeness)
     return f"; did you mean '{near[0]}'?" if near else ""

@@ -312,7 +312,7 @@ def _nearest_recipe(file: Path, source: str) -> str:
     beside = {str(Path(source).with_name(path.name)) for path in file.parent.glob("*.y*ml")}
     folder = resources.shipped("recipes")
     shipped = {f"recipes/{path.name}" for path in folder.glob("*.yaml")} if folder else set()
-    if near := did_you_mean(source, sorted(beside | shipped)):
+    if near := did_you_mean(source, sorted(beside | shipped), likeness=0.75):
         return near
     return f": name a YAML file, or one that comes with peftkit: {', '.join(sorted(shipped))}"
 

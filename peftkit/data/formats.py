@@ -13,7 +13,6 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -169,9 +168,8 @@ def _detect(fields: dict[str, Any], where: str) -> Format:
         return "text"
     known = [name for names in _FIELDS.values() for name in names]
     there = ", ".join(f"'{key}'" for key in fields) or "no fields"
-    near = next(
-        (f" ('{key}'{did_you_mean(key, known)})" for key in fields if get_close_matches(key, known, 1, 0.7)), ""
-    )
+    meant = ((key, did_you_mean(key, known, likeness=0.7)) for key in fields)
+    near = next((f" ('{key}'{hint})" for key, hint in meant if hint), "")
     raise DataError(
         f"{where}: the row has neither prompt and completion nor messages, instruction and output, or text{near}: "
         f"it has {there}; rename what is meant"

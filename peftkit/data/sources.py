@@ -83,7 +83,7 @@ def open_source(name: str | Path, *, streaming: bool = False, shown: str | None 
 
 def _no_such_file(path: Path, typed: str) -> str:
     beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = did_you_mean(path.name, beside)
+    near = did_you_mean(path.name, beside, likeness=0.75)
     kinds = ": name a file, a folder of `datasets`, a hub id OWNER/NAME, or example:SET/FILE.jsonl"
     return f"{typed}: there is no such data file{near or kinds}"
 
