@@ -195,8 +195,7 @@ def _vllms_names() -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        names = {"name": "lora_name", "path": "lora_path", None: "lora_path"}
-        error.field = names.get(error.field, error.field)
+        error.field = {"name": "lora_name", "tenant": "tenant"}.get(error.field or "", "lora_path")
         raise
 
 
