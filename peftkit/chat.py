@@ -95,9 +95,22 @@ def render_chat(
     may have `tool_calls` and `tools` are their definitions. Raises `DataError` (its `field` names the message) for
     anything else, where the template refuses the conversation, and where it leaves out calls, tools or their results.
     """
+    return encode_rendered(tokenizer, render_text(tokenizer, messages, add_generation_prompt, tools=tools))
+
+
+def render_text(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, add_generation_prompt: bool = True, *, tools: object = None
+) -> str:
+    """The text whose tokens `render_chat` returns, by the template and the special tokens of a tokenizer alone. Raises
+    as that does."""
     checked, known = check_messages(messages), check_tools(tools)
     check_tools_shown(tokenizer, checked, known)
-    return _plain_ids(tokenizer, _render(tokenizer, checked, known, add_generation_prompt=add_generation_prompt))
+    return _render(tokenizer, checked, known, add_generation_prompt=add_generation_prompt)
+
+
+def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a conversation's text as it stands: the template has written its own special tokens."""
+    return _plain_ids(tokenizer, text)
 
 
 def encode_chat(

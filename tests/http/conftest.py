@@ -226,7 +226,7 @@ def prompt_writer() -> Callable[..., Path]:
     return write_prompt
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def serve() -> Callable[..., Any]:
     """`serving`, for a test that needs a server of its own."""
     return serving

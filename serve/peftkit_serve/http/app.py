@@ -26,6 +26,7 @@ from peftkit_serve.http.service import Service
 from peftkit_serve.http.settings import Settings
 from peftkit_serve.http.tracing import Tracing, fastapi_telemetry
 from peftkit_serve.http.watch import Watcher
+from peftkit_serve.templates.renderer import Templates
 from peftkit_serve.tenants.catalog import Catalog
 from peftkit_serve.tenants.content import Contents
 from peftkit_serve.tenants.database import LOST, Database
@@ -60,8 +61,10 @@ def create_app(
     resources.callback(database.close)
     contents = Contents(store / "adapters" / base_id[:16], max_bytes=settings.max_upload_bytes)
     shelf = Shelf(async_engine, contents.kept, max_bytes=settings.host_bytes)
-    catalog = Catalog(async_engine, database, contents, shelf, served_name, settings.watched)
-    service = Service(async_engine, served_name, catalog, settings)
+    templates = Templates(async_engine.engine.tokenizer)
+    resources.callback(templates.close)
+    catalog = Catalog(async_engine, database, contents, shelf, templates, served_name, settings.watched)
+    service = Service(async_engine, served_name, catalog, templates, settings)
     access = Access(database, open_admin=settings.open_admin, require_key=settings.require_key)
     watcher = None
     if settings.watched is not None and catalog.watched_owner is not None:
@@ -73,12 +76,15 @@ def create_app(
         await catalog.tidy()
         if watcher is not None:
             await watcher.look()
-        polling = asyncio.create_task(_poll(catalog, watcher, settings.poll_s))
+        tasks = [asyncio.create_task(_poll(catalog, watcher, settings.poll_s))]
+        if service.has_own_templates():
+            tasks.append(asyncio.create_task(templates.start()))
         try:
             yield
         finally:
-            polling.cancel()
-            await asyncio.gather(polling, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await anyio.to_thread.run_sync(async_engine.stop)
             resources.close()
 

@@ -1,7 +1,6 @@
 """What the routes ask for, between HTTP and the engine: names, prompts as token ids, and answers' outputs."""
 
 import asyncio
-import copy
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -11,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
-from transformers import PreTrainedTokenizerBase
 
 from peftkit.artifact.files import RECORD_FILE, read_json
-from peftkit.chat import encode_prompt, render_chat
+from peftkit.chat import encode_prompt, encode_rendered, render_chat
 from peftkit.errors import InputError, PeftkitError, RunError
 from peftkit_serve.adapters.store import AdapterEntry
 from peftkit_serve.async_engine import AsyncEngine
@@ -26,6 +24,7 @@ from peftkit_serve.http.metrics import Metrics
 from peftkit_serve.http.settings import Settings
 from peftkit_serve.http.sse import merge
 from peftkit_serve.request import Request, RequestOutput, SamplingParams
+from peftkit_serve.templates.renderer import TemplateError, Templates, TextTooLong
 from peftkit_serve.tenants.admission import Admission, Visit
 from peftkit_serve.tenants.catalog import Catalog, Chosen
 from peftkit_serve.tenants.content import template_of
@@ -51,8 +50,8 @@ class Model:
     """The folder that the adapter was read from; its content's hash; the base's name."""
     room: int
     """Most tokens of prompt and answer together."""
-    tokenizer: PreTrainedTokenizerBase
-    """The base's, with the adapter's own chat template where it has one."""
+    template: str | None = None
+    """The adapter's own chat template, which isn't the base's."""
 
     @property
     def full_name(self) -> str:
@@ -71,10 +70,13 @@ class Asked:
 class Service:
     """One engine behind HTTP. `draining` refuses new requests while the running ones end."""
 
-    def __init__(self, engine: AsyncEngine, served_name: str, catalog: Catalog, settings: Settings) -> None:
+    def __init__(
+        self, engine: AsyncEngine, served_name: str, catalog: Catalog, templates: Templates, settings: Settings
+    ) -> None:
         self.engine = engine
         self.served_name = served_name
         self.catalog = catalog
+        self._templates = templates
         self.settings = settings
         self.admission = Admission(max_waiting=settings.max_waiting)
         self.metrics = Metrics(engine, served_name, catalog)
@@ -85,11 +87,18 @@ class Service:
         """When the server began, in seconds since 1970."""
         # the first call settles the tokenizer's padding and truncation, which threads may not do at the same time
         encode_prompt(engine.engine.tokenizer, "ready")
+        self._longest_token = max(map(len, engine.engine.tokenizer.get_vocab()), default=1)
+        """Most characters that a token stands for."""
 
     @property
     def ready(self) -> bool:
         """Whether a new request would be taken."""
         return self.engine.alive and not self.draining
+
+    def has_own_templates(self) -> bool:
+        """Whether an adapter has a chat template that isn't the base's."""
+        adapters = self.catalog.all_versions()
+        return any(map(self._templates.own, (*self._static.values(), *(version.template for version in adapters))))
 
     def static_entries(self) -> list[AdapterEntry]:
         """The adapters that the server was started with, by name."""
@@ -123,26 +132,29 @@ class Service:
         self, model: Model, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
         """Token ids of a conversation up to the assistant's next message. Raises 400 naming the field."""
-        if not model.tokenizer.chat_template:
+        tokenizer = self.engine.engine.tokenizer
+        if not (model.template or tokenizer.chat_template):
             message = (
                 f"{model.name!r} has no chat template: send the text to /v1/completions, or name an adapter "
                 "that was trained with a chat template"
             )
             raise ApiError(400, message, param="messages", code="no_chat_template")
         try:
-            token_ids = await run_in_threadpool(lambda: render_chat(model.tokenizer, messages, tools=tools or None))
-        except PeftkitError:
+            if model.template is not None:
+                text = await self._own_text(model, model.template, messages, tools)
+                token_ids = await run_in_threadpool(encode_rendered, tokenizer, text)
+            else:
+                token_ids = await run_in_threadpool(lambda: render_chat(tokenizer, messages, tools=tools or None))
+        except (PeftkitError, ApiError):
             raise
-        except Exception as error:  # a template is a program that came with the adapter: it may raise anything
-            logger.warning({"model": model.label, "chat_template_failed": type(error).__name__})
-            message = f"the chat template of {model.name!r} fails on these messages ({type(error).__name__})"
-            raise ApiError(400, message, param="messages", code="invalid_value") from None
+        except Exception as error:  # the base's template is a program too: it may raise anything
+            raise _template_failed(model, type(error).__name__) from None
         return self._fitting(model, token_ids, "messages")
 
     async def text_prompt(self, model: Model, prompt: str | list[int]) -> list[int]:
         """Token ids of a text, or the ids themselves, checked to fit. Raises 400 naming `prompt`."""
         if isinstance(prompt, str):
-            prompt = await run_in_threadpool(encode_prompt, model.tokenizer, prompt)
+            prompt = await run_in_threadpool(encode_prompt, self.engine.engine.tokenizer, prompt)
         return self._fitting(model, prompt, "prompt")
 
     async def check_schema(self, schema: str | None) -> None:
@@ -235,7 +247,7 @@ class Service:
     def _find(self, caller: Caller, name: str) -> Model | None:
         if name == self.served_name:
             engine = self.engine.engine
-            return Model(name, name, None, None, name, engine.room(), engine.tokenizer)
+            return Model(name, name, None, None, name, engine.room())
         model = self._adapter(caller, name)
         if model is None and name.startswith(f"{self.served_name}:"):
             model = self._adapter(caller, name.removeprefix(f"{self.served_name}:"))
@@ -245,17 +257,31 @@ class Service:
         engine = self.engine.engine
         if chosen := self.catalog.choose(caller.tenant, name):
             version = chosen.version
-            tokenizer = _with_template(engine.tokenizer, version.template)
-            room = engine.room_behind(version.num_virtual)
-            return Model(name, chosen.adapter.name, None, chosen, version.digest, room, tokenizer)
+            room, template = engine.room_behind(version.num_virtual), self._templates.own(version.template)
+            return Model(name, chosen.adapter.name, None, chosen, version.digest, room, template)
         if name not in self._static or (caller.tenant is not None and not caller.tenant.may_name(name)):
             return None
         try:
             entry, room = engine.adapters.get(name), engine.room(name)
         except InputError:  # removed since the server began
             return None
-        tokenizer = _with_template(engine.tokenizer, self._static[name])
-        return Model(name, name, name, None, str(entry.path), room, tokenizer)
+        return Model(name, name, name, None, str(entry.path), room, self._templates.own(self._static[name]))
+
+    async def _own_text(
+        self, model: Model, template: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> str:
+        """A conversation by an adapter's own template. Raises 400 for one that fails, takes too much or can't fit."""
+        try:
+            most = self._longest_token * model.room
+            return await self._templates.render(template, messages, tools, max_chars=most)
+        except TextTooLong as error:
+            message = (
+                f"this model's context has room for {model.room} tokens, and the conversation's text has "
+                f"{error.num_chars} characters: shorten messages"
+            )
+            raise ApiError(400, message, param="messages", code="context_length_exceeded") from None
+        except TemplateError as error:
+            raise _template_failed(model, error.kind) from None
 
     def _fitting(self, model: Model, token_ids: list[int], field: str) -> list[int]:
         if not token_ids:
@@ -309,10 +335,8 @@ def _template_in(folder: Path) -> str | None:
     return template_of(read_json(folder / RECORD_FILE)) if (folder / RECORD_FILE).exists() else None
 
 
-def _with_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer with an adapter's own chat template; itself where there is none."""
-    if not template:
-        return tokenizer
-    own = copy.copy(tokenizer)  # shares the vocabulary: nothing but the template differs
-    own.chat_template = template
-    return own
+def _template_failed(model: Model, kind: str) -> ApiError:
+    """The log has the kind alone: what an exception says may quote a prompt."""
+    logger.warning({"model": model.label, "chat_template_failed": kind})
+    message = f"the chat template of {model.name!r} fails on these messages ({kind})"
+    return ApiError(400, message, param="messages", code="invalid_value")

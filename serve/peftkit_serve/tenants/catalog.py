@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from peftkit.artifact import read_adapter
 from peftkit.errors import InputError
 from peftkit_serve.async_engine import AsyncEngine
+from peftkit_serve.templates.renderer import Templates
 from peftkit_serve.tenants.content import Arrival, Contents, template_of
 from peftkit_serve.tenants.database import Database
 from peftkit_serve.tenants.names import check_name
@@ -63,15 +64,18 @@ class Catalog:
         database: Database,
         contents: Contents,
         shelf: Shelf,
+        templates: Templates,
         served_name: str,
         watched: Path | None = None,
     ) -> None:
         """
+        templates: where an adapter's own chat template is tried.
         served_name: what the base is called. It and the names of adapters that `engine` has already are taken: a shared
             adapter of the database that is called so is as if it weren't there.
         watched: the folder that shared adapters may come from, by `watched_owner`.
         """
         self._engine, self._database, self._contents, self.shelf = engine, database, contents, shelf
+        self._templates = templates
         self._served_name = served_name
         self._reserved = frozenset((served_name, *engine.engine.adapters.names()))
         self.watched_owner = None if watched is None else owner_of_watched(watched)
@@ -130,6 +134,12 @@ class Catalog:
         watched = [] if self.watched_owner is None else self._database.snapshot.owned(self.watched_owner)
         found = {adapter.name: adapter for adapter in (*owned, *watched)}
         return [found[name] for name in sorted(found) if name not in self._reserved]
+
+    def all_versions(self) -> list[Version]:
+        """Of all owners' adapters."""
+        return [
+            version for adapter in self._database.snapshot.adapters.values() for version in adapter.versions.values()
+        ]
 
     async def publish(self, owner: str, name: str, fill: Callable[[Arrival], None], *, known: bool = True) -> Version:
         """A new version of `name`, of the files that `fill` writes, once it is known that it can be served.
@@ -241,6 +251,8 @@ class Catalog:
             last = self._last(owner, name)
             if not known and last is not None and last.digest == digest:
                 return last
+            if template := self._templates.own(content["template"]):
+                await self._templates.check(template)
             async with self.shelf.hold(digest) as entry:
                 content |= {"kind": entry.kind, "rank": entry.rank, "num_virtual": entry.num_virtual}
             async with self._lock:
