@@ -6,7 +6,7 @@ imports triton.
 """
 
 from peftkit_kernels import checks, grouped, reference
-from peftkit_kernels.dispatch import dispatched
+from peftkit_kernels.dispatch import compiled_together, dispatched
 from peftkit_kernels.grouped import BOTTLENECK_INPUTS, NON_LINEARITIES
 from peftkit_kernels.reference import pack_linear
 from peftkit_kernels.segments import MAX_RANK, Segments, max_width, sort_by_slot
@@ -56,6 +56,7 @@ __all__ = [
     "MAX_RANK",
     "NON_LINEARITIES",
     "Segments",
+    "compiled_together",
     "max_width",
     "sort_by_slot",
 ]

@@ -9,6 +9,7 @@ import functools
 import importlib
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -95,12 +96,24 @@ def unchecked(operation: Callable[P, R]) -> Callable[P, R]:
     return cast(Callable[P, R], _UNCHECKED[operation])
 
 
+def compiled_together(device: torch.device) -> AbstractContextManager[None]:
+    """Inside, a Triton kernel that isn't compiled yet is compiled beside others instead of being run: what an operation
+    on the device returns is uninitialised. Where operations are plain PyTorch, they run."""
+    if not _has_triton(device.type):
+        return nullcontext()
+    return importlib.import_module("peftkit_kernels.triton.together").compiled_together()
+
+
 @functools.cache
 def _triton(name: str, device_type: str) -> Callable[..., Any] | None:
     """The operation's Triton implementation for a kind of device, if it is to be used."""
+    if not _has_triton(device_type) or name not in TRITON:
+        return None
+    return getattr(importlib.import_module(f"peftkit_kernels.{TRITON[name]}"), name)
+
+
+def _has_triton(device_type: str) -> bool:
     choice = os.environ.get("PEFTKIT_KERNELS", "auto")
     if choice not in ("auto", "reference"):
         raise ValueError(f"PEFTKIT_KERNELS={choice}: it must be auto or reference")
-    if choice == "reference" or device_type not in _DEVICES or name not in TRITON:
-        return None
-    return getattr(importlib.import_module(f"peftkit_kernels.{TRITON[name]}"), name)
+    return choice != "reference" and device_type in _DEVICES

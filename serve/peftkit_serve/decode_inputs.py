@@ -93,6 +93,7 @@ class DecodeInputs:
 
         self._host: dict[str, NDArray[Any]] = {name: field(self._staging, name).numpy() for name in sizes}
         self._at = {name: field(self._staged, name) for name in sizes}
+        self._at["source"].fill_(-1)  # until a step is staged too, no row reads what another one has drawn
         self._page_NM = torch.full((max_rows, max_pages), scratch_page, dtype=torch.int32, device=device)
         self._cu_seqlens_N1 = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._row_T = torch.arange(max_rows, device=device)

@@ -2,7 +2,8 @@
 
 There is a graph for each (rows, segments, extras) that `DecodeInputs` pads steps to. It is captured once, before the
 first request, and holds for all lengths and adapters, because what differs between two steps lies in buffers and
-tables that it reads: block tables, contexts, segments, where each slot's weights are and how large.
+tables that it reads: block tables, contexts, segments, where each slot's weights are and how large. All graphs work in
+the memory of the largest and leave their logits in one place: only one of them runs at a time.
 
 On a CPU the same function runs on the same padded buffers, without a graph.
 """
@@ -63,6 +64,13 @@ class DecodeGraphs:
         self._logits = logits
         self._device = device
         self._graphs: dict[_Key, _Graph] = {}
+        self._logits_RV: Tensor | None = None  # where every graph leaves them; on a GPU
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Runs every step that there will be a graph of, by itself."""
+        for key in self._keys():
+            self._compute(key)
 
     def measure(self) -> int:
         """Bytes that all graphs will take, from capturing the largest few, which are dropped again.
@@ -77,13 +85,14 @@ class DecodeGraphs:
         self._capture(probes[1:], pool)
         others = before - first - _free_bytes(self._device)
         self._graphs.clear()
+        self._logits_RV = None
         torch.cuda.empty_cache()
         return first + others * (len(keys) - 1) // max(1, len(probes) - 1)
 
     def capture(self) -> int:
         """Captures every graph, the largest first, so that the others find their memory in its; none on a CPU.
 
-        Each function is run once before, which compiles what it launches. No request may be in the pages. Returns the
+        Each function is run once before, which loads what it launches. No request may be in the pages. Returns the
         bytes that the graphs take.
         """
         if self._device.type != "cuda":
@@ -96,12 +105,15 @@ class DecodeGraphs:
     @torch.inference_mode()
     def _capture(self, keys: Sequence[_Key], pool: Any) -> None:
         for key in keys:
-            self._compute(key)
+            logits_NV, _ = self._compute(key)
+            if self._logits_RV is None:
+                self._logits_RV = torch.empty_like(logits_NV)
             torch.cuda.synchronize(self._device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                results = self._compute(key)
-            self._graphs[key] = _Graph(graph, *results)
+                logits_NV, token_N = self._compute(key)
+                kept_NV = self._logits_RV[: len(logits_NV)].copy_(logits_NV)
+            self._graphs[key] = _Graph(graph, kept_NV, token_N)
 
     @property
     def num_graphs(self) -> int:

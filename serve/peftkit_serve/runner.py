@@ -1,16 +1,17 @@
 """A step's plan → tensors → logits → tokens, on one device; owns the weights, the KV pages and the adapter memory."""
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import product, repeat
 
 import torch
 from torch import Tensor
 
 from peftkit.base import BaseInfo, Quant, auto_device, auto_dtype, check_nf4
 from peftkit.errors import InputError
-from peftkit_kernels import copy_pages, sample, sort_by_slot
+from peftkit_kernels import compiled_together, copy_pages, sample, sort_by_slot
 from peftkit_serve.adapters.memory import AdapterMemory
 from peftkit_serve.batch import Batch, Extras
 from peftkit_serve.budget import (
@@ -100,7 +101,7 @@ class Runner:
         self.memory = AdapterMemory(
             self.spec, num_slots=num_slots, budget_bytes=adapter_bytes, dtype=dtype, device=where
         )
-        self._max_tokens, self._max_requests = max_tokens_per_step, max_requests
+        self._max_tokens, self._max_requests, self._num_slots = max_tokens_per_step, max_requests, num_slots
         useful = max_requests * pages_for(self.spec.max_position)
         self._longest = min(self.spec.max_position, PAGE_TOKENS * (num_pages or useful))
         self._decoder = Decoder(
@@ -111,6 +112,9 @@ class Runner:
         self._rows: dict[str, int] = {}  # where in them is what a request has drawn in the step before
         self._graphs: DecodeGraphs | None = None
         padded = self.on_gpu if graphs is None else graphs
+        if self.on_gpu:
+            self._allot(0)
+            self._compile()
         steps, graph_bytes = self._measure(padded and num_pages is None)
         if num_pages is None:
             left = budget - adapter_bytes - steps - graph_bytes
@@ -289,13 +293,9 @@ class Runner:
         return DecodeGraphs(inputs, self._logits, self._device)
 
     def _measure(self, with_graphs: bool) -> tuple[int, int]:
-        """Bytes that the largest step takes, and all graphs, over the scratch page alone.
-
-        On the way all is compiled that steps on a GPU need, so that no request waits for it.
-        """
+        """Bytes that the largest step takes, and all graphs, over the scratch page alone."""
         if not self.on_gpu:
             return estimated_step_bytes(self.spec, self._dtype, self._max_tokens, self._max_requests), 0
-        self._allot(0)
         self._warm_up()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -306,30 +306,43 @@ class Runner:
         steps = max(peak, torch.cuda.memory_reserved(self._device) - reserved)
         return steps, self._make_graphs().measure() if with_graphs else 0
 
+    def _compile(self) -> None:
+        """Compiles every kernel that steps need, so that no request waits for one."""
+        begun = time.perf_counter()
+        with compiled_together(self._device):
+            self._warm_up()
+            self._make_graphs().warm_up()
+        logger.info("kernels are compiled after %.1f s", time.perf_counter() - begun)
+
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Runs steps that between them compile every kernel of those that are launched one by one.
+        """Runs steps that between them launch every kernel of those that are launched one by one.
 
         Kernels' configurations follow from the numbers of rows, requests and segments; the ranks may be 0.
         """
         sizes = sorted({min(size, self._max_tokens) for size in (*_WARM_UP_TOKENS, self._max_tokens)})
-        for size, beside, extras in product(sizes, (0, 1), (_BARE, _LORA, _ALL)):
-            chunks = self._scratch_chunks([size - beside, *[1] * beside], -1 if extras is _BARE else 0)
-            batch = replace(self._batch(chunks), extras=extras)
-            draw(self._logits(batch), [one.sample for one in chunks if one.sample is not None])
+        steps = [self._scratch_chunks([size - beside, *[1] * beside]) for size, beside in product(sizes, (0, 1))]
+        crowd = min(self._num_slots, self._max_requests)
+        steps.append(self._scratch_chunks([min(self._max_tokens, 256) // crowd] * crowd, range(crowd)))
+        for chunks, extras in product(steps, (_BARE, _LORA, _ALL)):
+            if extras is _BARE:
+                chunks = [replace(chunk, slot=-1) for chunk in chunks]
+            batch, draws = self._inputs.lay_out(chunks, self._last_token_R, [-1] * len(chunks))
+            sample(self._logits(replace(batch, extras=extras)), *draws)
+        self._copy_pages(((self._scratch_page, self._scratch_page),))
 
     @torch.inference_mode()
     def _largest_step(self) -> None:
         """As many tokens and requests as a step can have, with all that adapters can have, and all that is drawn by."""
         others = self._max_requests - 1
-        chunks = self._scratch_chunks([self._max_tokens - others, *[1] * others], 0)
+        chunks = self._scratch_chunks([self._max_tokens - others, *[1] * others])
         chunks = [replace(chunk, sample=_REPORTED) for chunk in chunks]
         _draw(self._logits(replace(self._batch(chunks), extras=_ALL)), chunks)
 
-    def _scratch_chunks(self, num_tokens: Sequence[int], slot: int) -> list[Chunk]:
-        """Chunks of so many tokens in the scratch page, cut where a sequence can't be longer."""
+    def _scratch_chunks(self, num_tokens: Sequence[int], slots: Iterable[int] | None = None) -> list[Chunk]:
+        """Chunks of so many tokens in the scratch page, cut where a sequence can't be longer; by default of slot 0."""
         chunks: list[Chunk] = []
-        for count in num_tokens:
+        for count, slot in zip(num_tokens, repeat(0) if slots is None else slots, strict=False):
             for start in range(0, count, self._longest):
                 size = min(self._longest, count - start)
                 table = (self._scratch_page,) * pages_for(size)

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import random
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from peftkit.methods import (
     attached,
     detach,
 )
-from peftkit_kernels import rms_norm
+from peftkit_kernels import dispatch, rms_norm
 from peftkit_serve import Engine, Request, SamplingParams
 from peftkit_serve.plan import Chunk, Sample, StepPlan
 
@@ -86,6 +87,27 @@ def test_greedy_tokens_are_transformers_most_likely(
         assert (logits.max(-1).values - chosen <= 3 * (logits - rounded).abs().max()).all(), name
         detach(model)
     engine.check_integrity()
+
+
+def test_a_start_compiles_on_threads_alone_and_all_graphs_leave_their_logits_in_one_place(
+    tiny_base: Path, own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    knobs = importlib.import_module("triton.knobs")
+    threads: set[str] = set()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(
+        knobs.compilation, "listener", lambda **_: threads.add(threading.current_thread().name.rpartition("_")[0])
+    )
+    for name in dispatch.TRITON.values():
+        for kernel in vars(importlib.import_module(f"peftkit_kernels.{name}")).values():
+            if hasattr(kernel, "device_caches"):
+                kernel.device_caches.clear()
+    engine = Engine(tiny_base, device="cuda", max_requests=33, max_tokens_per_step=700)
+    assert threads == {"peftkit-compile"}
+    graphs = engine._runner._graphs
+    assert graphs is not None
+    places = {one.logits_NV.untyped_storage().data_ptr() for one in graphs._graphs.values()}
+    assert len(places) == 1 and graphs.num_graphs > 20
 
 
 @pytest.fixture
@@ -195,7 +217,7 @@ def test_nothing_compiles_once_the_engine_is_ready(
     rng = random.Random(seed)
     engine = Engine(tiny_base, device="cuda", num_pages=400, max_requests=40, deterministic=deterministic)
     model = AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.float32)
-    for number, config in enumerate(KINDS):
+    for number, config in enumerate([*KINDS, CONFIGS["prompt"]]):  # a prompt's last page is copied
         engine.adapters.add(str(number), random_adapter(model, config, tmp_path))
     compilations.clear()
     for number in range(120):

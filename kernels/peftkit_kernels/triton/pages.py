@@ -34,7 +34,7 @@ def copy_pages(kv_PZ2KD: Tensor, source_X: Tensor, destination_X: Tensor) -> Ten
     return kv_PZ2KD
 
 
-@triton.jit(do_not_specialize=["num_pages"])
+@triton.jit(do_not_specialize=["num_pages"], do_not_specialize_on_alignment=["source", "destination"])
 def _copy(
     kv, source, destination, num_pages, page_stride, SIZE: tl.constexpr, PAGES: tl.constexpr, SLICE: tl.constexpr
 ):

@@ -91,6 +91,7 @@ class AdapterMemory:
         """All extents, flat."""
         self._spec = spec
         num_layers = spec.num_layers + 1  # the two ends of the decoder are one more
+        num_slots = -(-num_slots // 4) * 4  # every layer's part of a table is aligned alike, and kernels compiled once
         lora, bottleneck = (num_layers, len(PROJECTIONS), num_slots), (num_layers, len(SUB_LAYERS), num_slots)
 
         def table(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,132 @@
+"""What an engine compiles at its start is all that its steps launch: seen on a CPU, where none is compiled or run."""
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
+
+import importlib
+import pkgutil
+import random
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+import peftkit_kernels.triton as kernels
+from peftkit_kernels import dispatch
+from peftkit_kernels.triton import attention, bottleneck, lora, segmented
+from peftkit_kernels.triton.together import LeftOut
+from peftkit_serve import Engine, Request, SamplingParams, runner
+
+
+class Device:
+    """What Triton asks a driver before it compiles."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+class Recorder(triton.AsyncCompileMode):
+    """Notes what would be compiled."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.seen: list[str] = []
+
+    def submit(
+        self, key: Any, compile_fn: object, finalize_fn: Callable[[Any], Any], cleanup_fn: object = None
+    ) -> LeftOut:
+        self.seen.append(key)
+        left_out = LeftOut()
+        finalize_fn(left_out)
+        return left_out
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    """Operations on the CPU launch their Triton kernels as on an H200; what these should have written is zeros."""
+    monkeypatch.setattr(dispatch, "_DEVICES", frozenset({"cpu"}))
+    monkeypatch.setattr(dispatch, "_triton", cache(dispatch._triton.__wrapped__))
+    for module in (segmented, lora, bottleneck):
+        monkeypatch.setattr(module, "capability_of", lambda device: 90)
+    monkeypatch.setattr(attention, "_capability", lambda device: 90)
+    monkeypatch.setattr(attention, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(runner, "compiled_together", lambda device: nullcontext())
+    monkeypatch.setattr(runner, "auto_dtype", lambda *_: torch.bfloat16)
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, zeroed(getattr(owner, name)))
+    monkeypatch.setattr(driver, "_active", Device())
+    forget_kernels()
+    with Recorder() as recorder:
+        yield recorder
+    forget_kernels()
+
+
+def zeroed(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *args, **kwargs: allocate(*args, **kwargs).zero_()
+
+
+def forget_kernels() -> None:
+    for info in pkgutil.iter_modules(kernels.__path__):
+        for value in vars(importlib.import_module(f"{kernels.__name__}.{info.name}")).values():
+            if isinstance(value, JITFunction):
+                value.device_caches.clear()
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"graphs": True, "max_requests": 28, "max_adapters": 30, "max_tokens_per_step": 255},
+        {"graphs": True, "max_requests": 40, "max_adapters": 7, "max_tokens_per_step": 64, "deterministic": True},
+        {"graphs": False, "max_requests": 3, "max_adapters": 1, "max_tokens_per_step": 300},
+    ],
+    ids=["crowded", "deterministic", "no graphs"],
+)
+def test_no_step_launches_a_kernel_that_the_start_has_not_met(
+    make_engine: Callable[..., Engine],
+    every_kind: Callable[..., dict[str, Path]],
+    lora_folder: Callable[..., Path],
+    recorder: Recorder,
+    seed: int,
+    settings: dict[str, Any],
+) -> None:
+    rng = random.Random(seed)
+    engine = make_engine(**({"overlap": True, "num_pages": 400, "deterministic": False} | settings))
+    engine._runner._compile()
+    assert len(recorder.seen) > 10
+    recorder.seen.clear()
+    for number in range(3):
+        folders = every_kind(seed + 9 * number)
+        folders["head"] = lora_folder(seed + number, 5, targets=["v_proj", "lm_head"])
+        folders |= {f"lora-{n}": lora_folder(seed + 90 * number + n, 2) for n in range(9)}
+        for name, folder in folders.items():
+            engine.adapters.add(f"{name}-{number}", folder)
+    names = engine.adapters.names()
+    for number in range(80):
+        params = SamplingParams(
+            max_tokens=rng.randrange(1, 30), temperature=rng.choice((0.0, 1.0)), top_p=rng.choice((1.0, 0.7)),
+            logprobs=rng.choice((None, None, 2)), prompt_logprobs=rng.choice((None, None, None, 1)),
+            frequency_penalty=rng.choice((0.0, 0.0, 0.4)), ignore_eos=True,
+        )  # fmt: skip
+        prompt = [rng.randrange(3, 200) for _ in range(rng.choice((1, 9, 9, 9, 90)))]
+        engine.add_request(Request(prompt, rng.choice([None, *names]), params))
+        if number % 40 == 39:
+            while engine.has_work():
+                engine.step()
+    assert not recorder.seen
