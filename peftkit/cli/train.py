@@ -38,7 +38,8 @@ def command(
         train.check_deployment(runs, deploy)
     if dry_run:
         plans = train.dry_runs(runs)
-        _emit(plans, _plan_text)
+        if train.is_main_process():
+            _emit(plans, _plan_text)
     else:
         summaries = train.train_runs(runs, resume=resume, overwrite=overwrite, progress=output.progress)
         if train.is_main_process():
@@ -46,13 +47,14 @@ def command(
                 for summary in summaries:
                     output.note(f"deployed to {train.deploy(summary.out, deploy)}")
             _emit(summaries, _summary_text)
-        train.leave()
+    train.leave()
 
 
 def _emit(results: Sequence[Any], text: Callable[[Any], str]) -> None:
     """One run's result by itself, several as a list."""
     result = vars(results[0]) if len(results) == 1 else {"runs": results}
-    output.emit(result, lambda: "\n\n".join(map(text, results)))
+    names = [""] if len(results) == 1 else [f"{each.out}: " for each in results]
+    output.emit(result, lambda: "\n\n".join(name + text(each) for name, each in zip(names, results, strict=True)))
 
 
 def _plan_text(plan: "DryRun") -> str:

@@ -62,6 +62,8 @@ class RunState:
     """Time spent in steps, over all resumptions."""
     skipped: int = 0
     """Steps whose loss or gradient was not finite."""
+    skipped_in_a_row: int = 0
+    """Of them, those since the last that was finite."""
     loss: float | None = None
     """Mean loss per target token of the last step that was not skipped."""
     evaluated: int = 0
@@ -93,6 +95,12 @@ class Checkpoint:
     """Generator states of each process."""
     best: dict[str, bytes]
     """The files of the best adapter's folder as it was then; none where none was best yet."""
+
+
+def disk_bytes(num_trainable: int) -> int:
+    """Most bytes of a run's checkpoints, with one that is being written, and its adapters: best, last and exported.
+    Parameters and AdamW's two moments are float32."""
+    return 4 * num_trainable * (3 * (KEPT + 1) + 3)
 
 
 def save_checkpoint(

@@ -5,11 +5,12 @@ from pathlib import Path
 from peftkit.artifact import NAME, read_adapter, write_parts
 from peftkit.errors import InputError
 from peftkit.recipe import Runs
-from peftkit.train.folder import without_own
+from peftkit.train.folder import check_writable, without_own
 
 
 def check_deployment(runs: Runs, folder: Path) -> None:
-    """Raises InputError where the runs' adapters can't be put into `folder`, each under its out folder's name."""
+    """Raises InputError where the runs' adapters can't be put into `folder`, each under its out folder's name, and
+    RunError where nothing can be written there."""
     names = [Path(recipe.out).expanduser().resolve().name for recipe in runs.recipes]
     for name in names:
         if not NAME.fullmatch(name):
@@ -21,6 +22,7 @@ def check_deployment(runs: Runs, folder: Path) -> None:
             raise InputError(f"--deploy: two runs' out folders are called '{name}'", field="deploy")
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--deploy: {folder} is a file, not a folder", field="deploy")
+    check_writable(folder, field="--deploy")
 
 
 def deploy(out: Path, folder: Path) -> Path:

@@ -17,6 +17,8 @@ from peftkit.train.run import check_export
 class DryRun:
     """What a run would be."""
 
+    out: str
+    """The recipe's."""
     base: str
     trainable_parameters: int
     base_parameters: int
@@ -70,6 +72,7 @@ def _plan(prepared: Prepared) -> DryRun:
     sample = train.samples[0]
     padding, unpacked = prepared.padding()
     return DryRun(
+        out=recipe.out,
         base=prepared.base.name,
         trainable_parameters=num_trainable(model),
         base_parameters=num_base(model),

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import gettempdir
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 import torch
@@ -36,11 +36,14 @@ logger = logging.getLogger(__name__)
 
 RUN, METRICS, REPORT, TENSORBOARD = "run.json", "metrics.jsonl", "report.html", "tensorboard"
 STATE, BEST, LAST = "state", "best", "last"
+_PROBE = 2**20
+"""Bytes that are written to see whether there is room at all."""
 _OWN = (CONFIG_FILE, TENSOR_FILE, RECORD_FILE, RUN, METRICS, REPORT, TENSORBOARD, STATE, BEST, LAST)
 
 
 def check(out: Path, *, resume: bool, overwrite: bool) -> None:
-    """Raises InputError when `out` holds a run or an adapter already and neither flag says what to do with it."""
+    """Raises InputError when `out` holds a run or an adapter already and neither flag says what to do with it, and what
+    `check_writable` does."""
     if resume and overwrite:
         raise InputError("--resume goes on with a run and --overwrite removes it: give one of the two")
     if out.exists() and not out.is_dir():
@@ -51,6 +54,38 @@ def check(out: Path, *, resume: bool, overwrite: bool) -> None:
             "out=FOLDER puts this one elsewhere",
             field="out",
         )
+    check_writable(out)
+
+
+def check_writable(out: Path, *, field: str = "out") -> None:
+    """Tries to write where `out` is, or will be. Raises InputError for a file in its way, RunError for no permission or
+    no room. `field` is what a user knows it by."""
+    remedy = f"put it elsewhere with {field}=FOLDER" if field == "out" else "name another folder"
+    try:
+        above = _nearest_above(out)
+        if not above.is_dir():
+            raise InputError(f"{field}: {out} can't be a folder, for {above} is a file: {remedy}", field=field)
+        with TemporaryDirectory(prefix=".", suffix=".tmp", dir=above) as folder:
+            (Path(folder) / "probe").write_bytes(bytes(_PROBE))
+    except OSError as error:
+        raise RunError(f"{field}: can't write {out}: {error.strerror or error}: {remedy}") from error
+
+
+def check_room(out: Path, num_bytes: int, *, overwrite: bool) -> None:
+    """Raises RunError where the disk has too little room for what a run will write into `out`."""
+    free = shutil.disk_usage(_nearest_above(out)).free
+    if overwrite:
+        free += sum(file.stat().st_size for path in _held(out) for file in (path, *path.rglob("*")) if file.is_file())
+    if num_bytes > free:
+        raise RunError(
+            f"out: the run's checkpoints and adapters take {num_bytes / 1e9:.2f} GB and {out} has room for "
+            f"{free / 1e9:.2f} GB: make room, or put it elsewhere with out=FOLDER"
+        )
+
+
+def _nearest_above(path: Path) -> Path:
+    """The path itself, or the nearest folder above it that is there."""
+    return next(above for above in (path, *path.absolute().parents) if above.exists())
 
 
 @contextmanager

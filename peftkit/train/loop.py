@@ -5,6 +5,7 @@
            g      = Σ over micro-batches of ∇ (summed loss / n)       one mean over the step, however it is cut up,
                                                                       also among processes
            if loss and ‖g‖ are finite: clip g, AdamW; else skip and count
+    end:   most steps skipped, or a loss that isn't finite: an error, nothing is exported
 
 Evaluation, checkpoint and log come between steps, so a checkpoint is always of a whole number of steps.
 """
@@ -22,7 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from peftkit.artifact import save_adapter
-from peftkit.data import Batch, Dataset, Position, Sampler, StreamSampler, collate, plan_evaluation
+from peftkit.data import Batch, Dataset, Position, Sampler, Stream, StreamSampler, collate, plan_evaluation
 from peftkit.errors import RunError
 from peftkit.evaluate import Metric, max_answer_tokens, score
 from peftkit.methods import attached
@@ -49,6 +50,7 @@ from peftkit.train.speed import flops_rate, mfu
 logger = logging.getLogger(__name__)
 
 MAX_SKIPPED_IN_A_ROW = 5
+_FINITE_AGAIN = "lower optim.lr, or compute in float32 or bfloat16 (quant.compute_dtype)"
 
 
 class Bar(Protocol):
@@ -62,8 +64,10 @@ class Bar(Protocol):
 class Trainer:
     """One run: the loop's state and what it does between steps."""
 
-    def __init__(self, prepared: Prepared, out: Path, record: Mapping[str, Any]) -> None:
+    def __init__(self, prepared: Prepared, out: Path, record: Mapping[str, Any], *, prefix: str = "") -> None:
+        """`prefix` begins each line that is logged: which of several runs it is about."""
         self.state = RunState()
+        self._prefix = prefix
         self._prepared, self._out, self._record = prepared, out, record
         self._recipe: Recipe = prepared.recipe
         self._model = prepared.model
@@ -73,7 +77,6 @@ class Trainer:
         self._sampler = prepared.sampler()
         settings = self._recipe.train
         self.total_steps = settings.max_steps or num_steps(self._sampler, settings.epochs)
-        self._skipped_in_a_row = 0
         self._gradients_checked = False
         self._saved: RunState | None = None
         self._is_main = prepared.accelerator.is_main_process
@@ -92,7 +95,7 @@ class Trainer:
     def run(self, log: MetricsLog, bar: Bar, *, steps: int | None = None) -> bool:
         """Trains to the end, or for so many steps, and leaves a checkpoint; answers whether that is the end.
 
-        Raises Interrupted after Ctrl-C, RunError for a loss that stays not finite.
+        Raises Interrupted after Ctrl-C, RunError for a loss that stays, or is at the end, not finite.
         """
         pause = None if steps is None else self.state.step + steps
         with StopOnInterrupt() as stop:
@@ -111,6 +114,8 @@ class Trainer:
                 self._report(log, bar)
                 if self._save_due():
                     self._save()
+            if self._done():
+                self._check_end()
             self._save()
         return self._done()
 
@@ -141,7 +146,7 @@ class Trainer:
             self._check_gradients()
             set_lr(self._optimizer, lr)
             self._optimizer.step()
-            self._skipped_in_a_row = 0
+            self.state.skipped_in_a_row = 0
             self.state.loss = loss
         else:
             self._skip(loss, grad_norm)
@@ -158,13 +163,31 @@ class Trainer:
 
     def _skip(self, loss: float, grad_norm: float) -> None:
         self.state.skipped += 1
-        self._skipped_in_a_row += 1
-        logger.warning("step %d skipped: loss %s, gradient norm %s", self.state.step + 1, loss, grad_norm)
-        if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+        self.state.skipped_in_a_row += 1
+        step = self.state.step + 1
+        logger.warning("%sstep %d skipped: loss %s, gradient norm %s", self._prefix, step, loss, grad_norm)
+        if self.state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise RunError(
-                f"{MAX_SKIPPED_IN_A_ROW} steps in a row, up to step {self.state.step + 1}, had a loss or gradient that "
-                "isn't finite: lower optim.lr, or compute in float32 or bfloat16 (quant.compute_dtype)"
+                f"{MAX_SKIPPED_IN_A_ROW} steps in a row, up to step {step}, had a loss or gradient that isn't finite: "
+                f"{_FINITE_AGAIN}"
             )
+
+    def _check_end(self) -> None:
+        """Raises RunError for a run that ends with an adapter that nobody should use."""
+        state, prepared = self.state, self._prepared
+        if prepared.valid is None:
+            data = prepared.train.head if isinstance(prepared.train, Stream) else prepared.train
+            loss = self._mean_loss(replace(data, samples=data.samples[:1]), lambda: False)
+            ruined = loss is None or not math.isfinite(loss)
+        else:
+            ruined = state.best_step is None
+        if 2 * state.skipped > state.step:
+            fault = f"{state.skipped} of {state.step} steps were skipped, their loss or gradient wasn't finite"
+        elif ruined:
+            fault = f"the loss after the last step, {state.step}, isn't finite"
+        else:
+            return
+        raise RunError(f"{fault}: no adapter is exported, what was saved before is in {self._out}; {_FINITE_AGAIN}")
 
     def _check_gradients(self) -> None:
         """After the first step: an adapter whose gradients are all zero would train for nothing."""
@@ -241,7 +264,7 @@ class Trainer:
         named = {} if value is None else {metric: value}
         log.write("eval", state.step, loss=recorded, **named, seconds=time.perf_counter() - start)
         if recorded is None:
-            logger.warning("step %d: the evaluation's loss is %s", state.step, loss)
+            logger.warning("%sstep %d: the evaluation's loss is %s", self._prefix, state.step, loss)
         if self._is_best(loss, value):
             state.best_step, state.best_loss, state.best_score, state.worse = state.step, recorded, value, 0
             if self._is_main:
@@ -250,11 +273,11 @@ class Trainer:
             state.worse += 1
         score = "" if value is None else f", {metric} {value:.4f}"
         best = "none yet" if state.best_step is None else f"at step {state.best_step}"
-        logger.info("step %d: evaluation loss %.4f%s, the best %s", state.step, loss, score, best)
+        logger.info("%sstep %d: evaluation loss %.4f%s, the best %s", self._prefix, state.step, loss, score, best)
         patience = self._recipe.eval.early_stop
         if patience is not None and state.worse >= patience:
             state.stopped_early = True
-            logger.info("eval.early_stop: %d evaluations without a new best: stopping", state.worse)
+            logger.info("%seval.early_stop: %d evaluations without a new best: stopping", self._prefix, state.worse)
 
     def _is_best(self, loss: float, score: float | None) -> bool:
         """By the score, where there is one, and between equal scores by the loss."""

@@ -35,7 +35,7 @@ from peftkit.errors import InputError, RecipeError
 from peftkit.evaluate import Example, read_examples
 from peftkit.methods import attach, attached, fuse
 from peftkit.methods.attention import attend_by_bounds
-from peftkit.recipe import Recipe
+from peftkit.recipe import Data, Recipe
 from peftkit.train.adapter_size import check_adapter_fits
 from peftkit.train.fit import choose_recompute
 from peftkit.train.folder import versions
@@ -173,7 +173,7 @@ def load(recipes: Sequence[Recipe]) -> tuple[Resident, list[Rows]]:
     with accelerator.main_process_first():  # which converts a base that isn't a folder yet
         base = resolve_base(first.base)
         tokenizer = load_tokenizer(base)
-    rows = [_load_data(recipe, tokenizer) for recipe in recipes]
+    rows = _load_rows(recipes, tokenizer)
     with accelerator.main_process_first():
         model, tokenizer = load_base(
             base,
@@ -216,9 +216,22 @@ def virtual_tokens(recipe: Recipe) -> int:
     return sum(getattr(config, "num_virtual_tokens", 0) for config in recipe.methods)
 
 
-def _load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Rows:
-    """Reads training and held-out rows and shows what they are. Raises DataError, RecipeError."""
-    data = recipe.data
+def _load_rows(recipes: Sequence[Recipe], tokenizer: PreTrainedTokenizerBase) -> list[Rows]:
+    """Reads each run's rows, those of runs on the same data once, and shows what they are. Raises DataError."""
+    loaded: dict[Data, tuple[Dataset | Stream, Dataset | None]] = {}
+    color = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    for recipe in recipes:
+        if recipe.data in loaded:
+            continue
+        loaded[recipe.data] = _load_data(recipe.data, tokenizer)
+        shown = audit(loaded[recipe.data][0], tokenizer, seed=recipe.train.seed).text(color=color)
+        names = ", ".join(other.out for other in recipes if other.data == recipe.data)
+        logger.info("%s%s", f"{names}: " if len(recipes) > 1 else "", shown)
+    return [Rows(*loaded[recipe.data], *_examples(recipe, *loaded[recipe.data], tokenizer)) for recipe in recipes]
+
+
+def _load_data(data: Data, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset | Stream, Dataset | None]:
+    """Training and held-out rows."""
     how: dict[str, Any] = {
         "format": data.format,
         "max_length": data.max_length,
@@ -232,15 +245,24 @@ def _load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Rows:
         check_overlap(train.keys, valid.keys)
         if isinstance(train, Stream):  # whose later rows aren't known yet
             train = replace(train, held_out=valid.keys)
-    color = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-    logger.info("%s", audit(train, tokenizer, seed=recipe.train.seed).text(color=color))
-    asked: dict[str, Any] = {key: how[key] for key in ("format", "max_length", "drop_too_long")}
+    return train, valid
+
+
+def _examples(
+    recipe: Recipe, train: Dataset | Stream, valid: Dataset | None, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Example], list[Example]]:
+    """Held-out rows to be answered for eval.metric, and rows whose answers are recorded."""
+    data = recipe.data
+    asked: dict[str, Any] = {
+        "format": data.format,
+        "max_length": data.max_length,
+        "drop_too_long": data.too_long == "drop",
+    }
     examples: list[Example] = []
     if valid is not None and recipe.eval.metric != "loss":
         examples = read_examples(valid.name, tokenizer, limit=recipe.eval.rows, **asked)
     rows = valid.name if valid is not None else train.source if isinstance(train, Stream) else train.name
-    shown = read_examples(rows, tokenizer, limit=recipe.log.samples, **asked)
-    return Rows(train, valid, examples, shown)
+    return examples, read_examples(rows, tokenizer, limit=recipe.log.samples, **asked)
 
 
 def _packing(model: PreTrainedModel, recipe: Recipe) -> bool:

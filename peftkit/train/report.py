@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from peftkit.errors import InputError
-from peftkit.train.folder import METRICS, RUN, disk_errors
+from peftkit.train.folder import METRICS, REPORT, RUN, disk_errors
 
 _COLOURS = ("#1f6feb", "#d9480f", "#2b8a3e", "#9c36b5", "#e8a500", "#0b7285", "#c2255c", "#5c5f66")
 _WIDTH, _HEIGHT, _MARGIN = 560, 240, 48
@@ -100,6 +100,8 @@ def read_run(folder: Path, name: str | None = None) -> Run:
 
 def write_report(folders: Sequence[Path], path: Path) -> None:
     """Writes the page of some runs, compared where they are several. Raises InputError, RunError."""
+    if path.is_dir():
+        raise InputError(f"--out: {path} is a folder: name the page, as in {path / REPORT}", field="out")
     runs = [read_run(folder) for folder in folders]
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 from peftkit.artifact import Artifact, base_record, read_adapter, save_adapter, write_parts
 from peftkit.artifact.reader import CONFIG_FILE, RECORD_FILE
-from peftkit.errors import InputError
+from peftkit.errors import InputError, PeftkitError
 from peftkit.methods import detach, fast_share
 from peftkit.recipe import Recipe, Runs
-from peftkit.train.checkpoint import Checkpoint, latest_checkpoint, put_back_best
+from peftkit.train.checkpoint import Checkpoint, disk_bytes, latest_checkpoint, put_back_best
 from peftkit.train.fit import check_fits
 from peftkit.train.folder import (
     BEST,
@@ -26,6 +26,7 @@ from peftkit.train.folder import (
     MetricsLog,
     alone,
     check,
+    check_room,
     check_wandb,
     claim,
     machine,
@@ -133,11 +134,13 @@ def _train_runs(runs: Runs, *, resume: bool, overwrite: bool, progress: OpenBar 
     resident, rows = load(runs.recipes)
     resident.accelerator.wait_for_everyone()  # no folder is claimed while another process looks into it
     summaries: dict[int, RunSummary] = {}
-    first = True
+    first, several = True, len(runs.recipes) > 1
     while len(summaries) < len(runs.recipes):
         for index, recipe in enumerate(runs.recipes):
             if index in summaries:
                 continue
+            if several:
+                logger.info("%s: run %d of %d", recipe.out, index + 1, len(runs.recipes))
             try:
                 prepared = adapt(resident, recipe, rows[index])
                 summary = _turn(
@@ -146,7 +149,12 @@ def _train_runs(runs: Runs, *, resume: bool, overwrite: bool, progress: OpenBar 
                     resume=resume or not first,
                     overwrite=overwrite and first,
                     progress=progress,
+                    prefix=f"{recipe.out}: " if several else "",
                 )
+            except PeftkitError as error:
+                if several:
+                    error.args = (f"{recipe.out}: {error}",)
+                raise
             finally:
                 detach(resident.model)
             if summary is not None:
@@ -156,20 +164,21 @@ def _train_runs(runs: Runs, *, resume: bool, overwrite: bool, progress: OpenBar 
 
 
 def _turn(
-    prepared: Prepared, steps: int | None, *, resume: bool, overwrite: bool, progress: OpenBar | None
+    prepared: Prepared, steps: int | None, *, resume: bool, overwrite: bool, progress: OpenBar | None, prefix: str
 ) -> RunSummary | None:
-    """Trains for so many steps, or to the end; then exports and says what came of it."""
+    """Trains for so many steps, or to the end; then exports and says what came of it. `prefix` begins its lines."""
     recipe, is_main = prepared.recipe, prepared.accelerator.is_main_process
     out = _folder(recipe)
     checkpoint = _checkpoint(out) if resume else None
     record = prepared.record()
-    trainer = Trainer(prepared, out, record)
+    trainer = Trainer(prepared, out, record, prefix=prefix)
     if checkpoint is not None:
         trainer.resume(checkpoint)
-        logger.info("going on from step %d of %d", checkpoint.state.step, trainer.total_steps)
+        logger.info("%sgoing on from step %d of %d", prefix, checkpoint.state.step, trainer.total_steps)
     else:
         check_export(prepared)
         check_fits(prepared)
+        check_room(out, disk_bytes(num_trainable(prepared.model)), overwrite=overwrite)
     before = _answers(prepared) if checkpoint is None else _answers_before(out)
     prepared.accelerator.wait_for_everyone()
     facts = {**record, **base_record(prepared.model), "machine": machine(prepared.accelerator)}
@@ -179,7 +188,7 @@ def _turn(
             put_back_best(checkpoint, out / BEST)
         write_json(out / RUN, {"status": "unfinished", **facts, "samples": _samples(prepared, before, None)})
     del checkpoint  # its weights and moments are the trainer's now
-    bar = _open(progress, trainer) if is_main else _NoBar()
+    bar = _open(progress, trainer, prefix) if is_main else _NoBar()
     try:
         state = trainer.state
         curves = recipe.log.tensorboard and is_main
@@ -265,12 +274,12 @@ class _NoBar:
         pass
 
 
-def _open(progress: OpenBar | None, trainer: Trainer) -> Bar:
+def _open(progress: OpenBar | None, trainer: Trainer, prefix: str) -> Bar:
     if progress is None:
         return _NoBar()
     start = trainer.state.step
     description = "train" if start == 0 else f"train from step {start}"
-    return progress(description, total=trainer.total_steps - start, unit="step")
+    return progress(prefix + description, total=trainer.total_steps - start, unit="step")
 
 
 def _export(prepared: Prepared, trainer: Trainer, out: Path) -> Artifact:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,7 +16,9 @@ import yaml
 
 from peftkit.artifact import read_adapter
 from peftkit.cli.main import run
+from peftkit.errors import RunError
 from peftkit.recipe import Recipe
+from peftkit.train.folder import check_room
 
 Capture = pytest.CaptureFixture[str]
 
@@ -135,6 +138,46 @@ def test_a_key_with_dashes_in_front_is_told_of_its_way(recipe: str, capsys: Capt
     assert code == 2 and "A recipe's key has no dashes in front: optim.lr=VALUE." in err
 
 
+@pytest.mark.parametrize(
+    ("given", "code", "message"),
+    [
+        (
+            ["out=FILE/sub"],
+            2,
+            "peftkit: out: FILE/sub can't be a folder, for FILE is a file: put it elsewhere with out=",
+        ),
+        (["out=FILE"], 2, "peftkit: out: FILE is a file, not a folder"),
+        (["out=/proc/peftkit/run"], 1, "peftkit: out: can't write /proc/peftkit/run: "),
+        (["--deploy", "FILE/sub"], 2, "peftkit: --deploy: FILE/sub can't be a folder, for FILE is a file"),
+        (["--deploy", "/proc/peftkit"], 1, "peftkit: --deploy: can't write /proc/peftkit: "),
+    ],
+)
+def test_where_nothing_can_be_written_is_known_before_the_base_is_loaded(
+    recipe: str, tmp_path: Path, capsys: Capture, given: list[str], code: int, message: str
+) -> None:
+    (file := tmp_path / "file").touch()
+    argv = [word.replace("FILE", str(file)) for word in given]
+    found, _, err = answer(capsys, recipe, "base=nowhere/at-all", *argv)
+    assert (found, err[: len(message) + 500].startswith(message.replace("FILE", str(file)))) == (code, True), err
+
+
+def test_a_disk_without_room_is_known_before_the_base_is_loaded(recipe: str, tmp_path: Path, capsys: Capture) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # a file can't grow beyond it, as on a full disk
+    try:
+        code, _, err = answer(capsys, recipe, "base=nowhere/at-all")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 1 and f"out: can't write {tmp_path / 'run'}: File too large: put it elsewhere with out=" in err
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_run_for_which_the_disk_has_no_room_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"out: the run's checkpoints and adapters take .* GB and .* has room for .* GB"):
+        check_room(tmp_path / "run", 2**62, overwrite=False)
+    check_room(tmp_path / "run", 1, overwrite=False)
+
+
 def test_a_second_run_is_refused_then_overwritten(recipe: str, capsys: Capture) -> None:
     assert answer(capsys, recipe)[0] == 0
     code, _, err = answer(capsys, recipe)
@@ -192,10 +235,19 @@ def test_a_list_of_runs_is_planned_and_trained_on_one_base(
     assert code == 0
     assert [plan["steps"] for plan in json.loads(out)["runs"]] == [2, 2]
     assert not (tmp_path / "a").exists()
-    code, out, _ = answer(capsys, str(path), "train.max_steps=2", "--json")
+    code, out, err = answer(capsys, str(path), "train.max_steps=2", "--json")
     assert code == 0
+    lines = [line for line in err.splitlines() if "step" in line]
+    assert lines and all(line.startswith((f"{tmp_path / 'a'}: ", f"{tmp_path / 'b'}: ")) for line in lines)
+    code, out, _ = answer(capsys, str(path), "train.max_steps=2", "--resume")
+    assert code == 0 and [line.partition(": 2 steps in")[0] for line in out.splitlines() if " steps in " in line] == [
+        str(tmp_path / name) for name in "ab"
+    ]
+    code, out, _ = answer(capsys, str(path), "train.max_steps=2", "--json", "--overwrite")
     assert [run["out"] for run in json.loads(out)["runs"]] == [str(tmp_path / "a"), str(tmp_path / "b")]
     assert [read_adapter(tmp_path / name).parts[0].config.kind for name in "ab"] == ["lora", "prompt"]
     capsys.readouterr()
     assert run(["report", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert (tmp_path / "report.html").exists()
+    assert run(["report", str(tmp_path / "a"), "--out", str(tmp_path)]) == 2
+    assert f"--out: {tmp_path} is a folder: name the page" in capsys.readouterr().err

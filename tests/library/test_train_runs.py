@@ -1,6 +1,7 @@
 """Several runs on one resident base, and several processes of one run."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 import peftkit.train.prepare
 from peftkit.base import load_base
 from peftkit.data import collate, collate_packed
-from peftkit.errors import InputError
+from peftkit.errors import InputError, RunError
 from peftkit.methods import attached
 from peftkit.recipe import Recipe, Runs
 from peftkit.train import train, train_runs
@@ -55,6 +56,24 @@ def weights(out: Path) -> dict[str, bytes]:
 
 def losses(out: Path) -> list[float]:
     return figures(out, "loss")
+
+
+def test_turns_do_not_hide_steps_that_are_skipped_in_a_row(make_recipe: MakeRecipe) -> None:
+    ruined = make_recipe(optim={"lr": 1e30}, train={"max_steps": 12})
+    good = ruined.model_copy(
+        update={"out": f"{ruined.out}-good", "optim": ruined.optim.model_copy(update={"lr": 1e-3})}
+    )
+    with pytest.raises(RunError, match=rf"^{ruined.out}: 5 steps in a row, up to step 6, .*lower optim\.lr"):
+        train_runs(Runs((good, ruined), turn_steps=2))
+
+
+def test_runs_on_the_same_data_read_it_once(make_recipe: MakeRecipe, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "peftkit")
+    one = make_recipe(train={"max_steps": 1})
+    other = one.model_copy(update={"out": f"{one.out}-other"})
+    train_runs(Runs((one, other)))
+    shown = [line for line in caplog.messages if "of them trained" in line]
+    assert len(shown) == 1 and shown[0].startswith(f"{one.out}, {other.out}: {one.data.train}: 24 rows")
 
 
 def figures(out: Path, name: str) -> list[float]:
