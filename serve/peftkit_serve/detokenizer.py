@@ -11,36 +11,13 @@ A token costs the same however many came before it: the window is short, and of 
 than how much of it the text ends with.
 """
 
-import re
 from collections.abc import Sequence
 
-from tokenizers import Tokenizer
+from peftkit_serve.vocabulary import REPLACEMENT, Vocabulary
 
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-_REPLACEMENT = "\ufffd"
 _MOST_UNFINISHED = 8
 """Tokens that are held for a character's sake: it has at most four bytes, and a token at least one. What is no
 character by then, a model's broken bytes, is text but for its last, which may still become one."""
-
-
-class Vocabulary:
-    """What is asked of a tokenizer for each token: transformers' own decode costs ten times as much."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-
-    def text(self, ids: list[int]) -> str:
-        """Ids as text, special tokens left out."""
-        return self._tokenizer.decode(ids)
-
-    def is_silent(self, id: int) -> bool:
-        """Whether a token is never text: a special one, or an id that the base has and its tokenizer hasn't."""
-        return id in self._special or self._tokenizer.id_to_token(id) is None
-
-    def is_byte(self, id: int) -> bool:
-        """Whether a token is one of those that are decoded in runs."""
-        return _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(id) or "") is not None
 
 
 class Detokenizer:
@@ -74,7 +51,7 @@ class Detokenizer:
         window = self._vocabulary.text(self._ids[self._context :])
         if len(window) <= len(self._context_text):
             return ""
-        unfinished = window.endswith(_REPLACEMENT)
+        unfinished = window.endswith(REPLACEMENT)
         if unfinished and len(self._ids) - self._new < _MOST_UNFINISHED:
             return ""
         self._take(window, unfinished)
@@ -93,7 +70,7 @@ class Detokenizer:
         self._append(window[len(self._context_text) : end])
         self._context, self._new = self._new, len(self._ids)
         context_text = self._vocabulary.text(self._ids[self._context :])
-        self._context_text = context_text.removesuffix(_REPLACEMENT) if unfinished else context_text
+        self._context_text = context_text.removesuffix(REPLACEMENT) if unfinished else context_text
 
     def _append(self, piece: str) -> None:
         """Adds to the text, up to the stop string that is complete first."""

@@ -28,7 +28,7 @@ from peftkit.errors import InputError, RunError
 from peftkit_serve.adapters.loader import AdapterLoader
 from peftkit_serve.adapters.pool import AdapterPool
 from peftkit_serve.adapters.store import AdapterStore
-from peftkit_serve.detokenizer import Detokenizer, Vocabulary
+from peftkit_serve.detokenizer import Detokenizer
 from peftkit_serve.grammar import Grammars
 from peftkit_serve.models.spec import ModelSpec
 from peftkit_serve.models.weights import OpenSource
@@ -38,6 +38,7 @@ from peftkit_serve.request import FinishReason, Request, RequestOutput, TokenLog
 from peftkit_serve.runner import Launched, Runner
 from peftkit_serve.scheduler import Policy, Scheduler
 from peftkit_serve.scheduler import Sequence as Live
+from peftkit_serve.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +163,7 @@ class Engine:
         self._overlap = self._runner.on_gpu if overlap is None else overlap
         self._under_way: _UnderWay | None = None
         assert isinstance(self.tokenizer, PreTrainedTokenizerFast)
-        self._vocabulary = Vocabulary(self.tokenizer.backend_tokenizer)
+        self.vocabulary = Vocabulary(self.tokenizer.backend_tokenizer)
         eos = self.tokenizer.eos_token_id
         self._eos = {*self.spec.eos_token_ids, *([eos] if isinstance(eos, int) else [])}
         self.grammars = Grammars(self.tokenizer, self.spec.vocab_size, eos if isinstance(eos, int) else None)
@@ -220,7 +221,7 @@ class Engine:
         self._scheduler.add(live)
         if params.logprobs is not None or params.prompt_logprobs is not None:
             self._scores[live.request_id] = Scores()
-        self._texts[live.request_id] = Detokenizer(self._vocabulary, params.stop)
+        self._texts[live.request_id] = Detokenizer(self.vocabulary, params.stop)
         self._num_prompt_tokens += live.num_prompt
         return live.request_id
 
@@ -265,7 +266,7 @@ class Engine:
         if live is None:
             return []
         if chunk.token_ids[-1] == UNKNOWN:
-            chunk = replace(chunk, token_ids=(live.token_ids[chunk.start - chunk.num_virtual],))
+            chunk = chunk._replace(token_ids=(live.token_ids[chunk.start - chunk.num_virtual],))
         plan = StepPlan((chunk,), copies)
         try:
             return self._book(plan, self._runner.run(plan))
@@ -318,10 +319,11 @@ class Engine:
             self._scores[request_id].prompt[chunk.start - chunk.num_virtual :] = result.prompt_logprobs[request_id]
         if request_id in result.logprobs:
             self._scores[request_id].generated.append(result.logprobs[request_id])
-        drawn = self._scheduler.update(StepPlan((chunk,)), result)
-        if result.tokens.get(request_id, 0) < 0:
-            return [self._end(live, "error", error="its logits are not finite: the adapter's weights are too large")]
-        return [self._advance(one) for one in drawn]
+        if self._scheduler.update(live, chunk, result):
+            return [self._advance(live)]
+        if chunk.sample is None:
+            return []
+        return [self._end(live, "error", error="its logits are not finite: the adapter's weights are too large")]
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request at once; its last output, or None when there is no such request (any more)."""

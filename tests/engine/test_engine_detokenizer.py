@@ -1,5 +1,6 @@
 """Incremental text: pieces joined equal one-shot decoding, characters stay whole, stop strings never leak."""
 
+import os
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -10,7 +11,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from peftkit_serve.detokenizer import Detokenizer, Vocabulary
+from peftkit_serve.detokenizer import Detokenizer
+from peftkit_serve.vocabulary import Places, Vocabulary
 
 
 def byte_level() -> PreTrainedTokenizerFast:
@@ -203,9 +205,9 @@ class Counting(Vocabulary):
 
     num_decoded = 0
 
-    def text(self, ids: list[int]) -> str:
+    def text(self, ids: list[int], *, special: bool = False) -> str:
         self.num_decoded += len(ids)
-        return super().text(ids)
+        return super().text(ids, special=special)
 
 
 @pytest.mark.parametrize(
@@ -261,3 +263,44 @@ def test_a_long_stop_string_costs_no_more_a_token_than_a_short_one(written: str)
     assert cost(["a" * 1000 + last for last in "cdefghijklmnopqr"]) < 3 * short
     assert cost(["b" * 1000 + last for last in "cdefghijklmnopqr"]) < 3 * short
     assert cost(["ab" * 300 + last for last in "cdefghijklmnopqr"]) < 3 * short
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("kind", sorted(TOKENIZERS))
+def test_a_token_begins_where_the_text_before_it_stays_as_it_is(kind: str, special: bool, seed: int) -> None:
+    tokenizer, rng = TOKENIZERS[kind], random.Random(seed)
+    vocabulary = Vocabulary(tokenizer.backend_tokenizer)
+    eos = tokenizer.eos_token_id
+    for parts in (1, 10):  # whole characters, or mostly parts of them
+        ids = [*byte_ids(tokenizer, "né 你🙂x"), eos, len(tokenizer) + 5]
+        ids += [rng.randrange(len(tokenizer)) for _ in range(20)] * parts
+        ids = rng.choices(ids, k=300) + byte_ids(tokenizer, "né 你🙂x" * 9)
+        places, before = Places(vocabulary, 7, special=special), ""
+        for number, token_id in enumerate(ids, 1):
+            place = places.next(token_id)
+            text = tokenizer.backend_tokenizer.decode(ids[:number], skip_special_tokens=not special)
+            common = len(os.path.commonprefix([before, text]))  # noqa: RUF071
+            if text == before and text.endswith("\ufffd"):
+                common -= 1  # one more part of a character that isn't whole, or what stands inside it
+            assert place == 7 + common, (before, text)
+            assert places.end == 7 + len(text)
+            before = text
+
+
+def test_places_cost_the_same_however_long_the_text() -> None:
+    for kind, text in (("byte_level", "a"), ("byte_level", "é"), ("byte_fallback", "a")):
+        vocabulary = Counting(TOKENIZERS[kind].backend_tokenizer)
+        places = Places(vocabulary)
+        for token_id in byte_ids(TOKENIZERS[kind], text) * 3000:
+            places.next(token_id)
+        assert vocabulary.num_decoded < 300 * 6000
+
+
+def test_a_tokens_bytes_are_known_where_its_text_is_not() -> None:
+    for tokenizer in TOKENIZERS.values():
+        vocabulary = Vocabulary(tokenizer.backend_tokenizer)
+        spelt = [vocabulary.bytes(token_id) for token_id in byte_ids(tokenizer, "né🙂")]
+        assert [byte for one in spelt for byte in one or []] == list("né🙂".encode())
+        assert vocabulary.word(tokenizer.eos_token_id) == tokenizer.eos_token
+    spaced = TOKENIZERS["byte_fallback"]
+    assert Vocabulary(spaced.backend_tokenizer).word(spaced.get_vocab()["\u2581the"]) == " the"

@@ -67,6 +67,34 @@ def test_text_logprobs_with_echo_are_those_of_transformers(
         assert max(top.values()) == pytest.approx(float(expected[i].max()), abs=1e-4) and len(top) <= 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["né <|end|>🙂 x", [*"né ".encode(), 256, *"🙂 x".encode()]], ids=["text", "ids"])
+def test_text_offsets_are_where_tokens_begin_in_the_text(client: openai.OpenAI, stream: bool, prompt: Any) -> None:
+    fields: dict[str, Any] = {
+        "model": "red",
+        "prompt": [prompt, prompt[1:2] if isinstance(prompt, str) else [*"é".encode()]],
+        "echo": True,
+        "logprobs": 0,
+        "n": 2,
+        "seed": 5,
+    }
+    fields |= {"max_tokens": 120, "temperature": 2, "logit_bias": {str(byte): 2 for byte in "é🙂a".encode()}, **LONG}
+    texts, tokens, offsets = [""] * 4, [[] for _ in range(4)], [[] for _ in range(4)]  # type: ignore[var-annotated]
+    answers = client.completions.create(**fields, stream=True) if stream else [client.completions.create(**fields)]
+    for choice in (choice for answer in answers for choice in answer.choices):
+        texts[choice.index] += choice.text
+        if choice.logprobs is not None:
+            tokens[choice.index] += choice.logprobs.tokens
+            offsets[choice.index] += choice.logprobs.text_offset
+    assert offsets[0][:9] == [0, 1, 1, 2, 3, 10, 10, 10, 10] and texts[0].startswith("né <|end|>🙂 x")
+    for text, words, places in zip(texts, tokens, offsets, strict=True):
+        assert len(words) == len(places) > 120 and places == sorted(places)
+        begin = 12 if len(words) > 125 else 1  # behind the prompt a special token is no text
+        for word, place in zip(words, places, strict=True):
+            if "\ufffd" not in word and not (word == "<|end|>" and place >= begin):
+                assert text.startswith(word, place)
+
+
 def test_echo_without_answer_scores_the_prompt_alone(client: openai.OpenAI) -> None:
     fields: dict[str, Any] = {"model": "blue", "prompt": "score me", "echo": True, "logprobs": 0}
     scored = client.completions.create(**fields, max_tokens=0)
@@ -84,19 +112,22 @@ def test_echo_without_answer_scores_the_prompt_alone(client: openai.OpenAI) -> N
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_chat_logprobs_have_tokens_bytes_and_alternatives(client: openai.OpenAI, stream: bool) -> None:
-    fields: dict[str, Any] = {"model": "red", "messages": HELLO, "max_tokens": 6, "seed": 3, **LONG}
-    fields |= {"logprobs": True, "top_logprobs": 3}
+    fields: dict[str, Any] = {"model": "red", "messages": HELLO, "max_tokens": 30, "temperature": 2, **LONG}
+    fields |= {"logprobs": True, "top_logprobs": 3, "seed": 3}
     if stream:
         chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**fields, stream=True)]
         content = [one for chunk in chunks if chunk.logprobs for one in chunk.logprobs.content or []]
+        text = "".join(chunk.delta.content or "" for chunk in chunks)
     else:
-        logprobs = client.chat.completions.create(**fields).choices[0].logprobs
-        assert logprobs is not None
-        content = logprobs.content or []
-    assert len(content) == 6
+        choice = client.chat.completions.create(**fields).choices[0]
+        assert choice.logprobs is not None
+        content, text = choice.logprobs.content or [], choice.message.content
+    assert len(content) == 30
+    written = [bytes(one.bytes or []) for one in content if one.token != "<|end|>"]
+    assert b"".join(written).decode(errors="replace") == text
     for one in content:
         assert one.logprob <= 0 and len(one.top_logprobs) == 3
-        assert one.bytes == (None if "\ufffd" in one.token else list(one.token.encode()))
+        assert bytes(one.bytes or []).decode(errors="replace") == one.token
         values = [top.logprob for top in one.top_logprobs]
         assert values == sorted(values, reverse=True)
 

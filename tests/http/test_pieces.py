@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,8 +12,33 @@ from peftkit_serve.http.forms import ChatForm, TextForm
 from peftkit_serve.http.pieces import Pieces
 from peftkit_serve.http.schemas import ChatRequest, CompletionRequest
 from peftkit_serve.request import RequestOutput, TokenLogprobs
+from peftkit_serve.vocabulary import Vocabulary
 
 ALPHABET = 'ab "\\/\n\r\t\x00\x1f\x7f\u2028\ufffdé漢🙂{}'
+
+
+class Words(Vocabulary):
+    """A vocabulary of words that stand alone."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = words
+        self.num_worded = 0
+
+    def text(self, ids: list[int], *, special: bool = False) -> str:
+        return "".join(self.words[id] for id in ids)
+
+    def is_silent(self, id: int, *, special: bool = False) -> bool:
+        return False
+
+    def is_byte(self, id: int) -> bool:
+        return False
+
+    def word(self, id: int) -> str:
+        self.num_worded += 1
+        return self.words[id]
+
+    def bytes(self, id: int) -> list[int] | None:
+        return list(self.words[id].encode())
 
 
 def forms(**fields: Any) -> list[Any]:
@@ -22,7 +48,8 @@ def forms(**fields: Any) -> list[Any]:
     chat = ChatRequest.model_validate(
         {"model": "m", "messages": [{"role": "user", "content": "p"}], "n": 2, "stream": True, **fields, **scored}
     )
-    return [TextForm(text, [("p", [1]), ("q", [2])], lambda token: f"t{token}"), ChatForm(chat, lambda t: f"t{t}")]
+    words = Words([f"t{number}" for number in range(100)])
+    return [TextForm(text, [("p", [1]), ("q", [2])], words), ChatForm(chat, words)]
 
 
 @pytest.mark.parametrize("fields", [{}, {"logprobs": 1}])
@@ -58,15 +85,10 @@ def test_each_piece_is_the_whole_chunk(seed: int, fields: dict[str, Any], unused
 def test_a_streams_tokens_are_worded_once_and_join_to_the_whole(seed: int, echo: bool) -> None:
     rng = random.Random(seed)
     words = ["".join(rng.choices(ALPHABET, k=rng.randrange(1, 5))) for _ in range(40)]
-    worded = 0
-
-    def text_of(token: int) -> str:
-        nonlocal worded
-        worded += 1
-        return words[token]
-
+    vocabulary = Words(words)
+    prompts = [(vocabulary.text(ids), ids) for ids in ([1, 2, 3], [4, 5, 6])]
     fields: dict[str, Any] = {"model": "m", "prompt": ["p", "q"], "stream": True, "logprobs": 0, "echo": echo}
-    form = TextForm(CompletionRequest.model_validate(fields), [("p", [1, 2, 3]), ("q", [4, 5, 6])], text_of)
+    form = TextForm(CompletionRequest.model_validate(fields), prompts, vocabulary)
     head = {"id": "cmpl-1", "created": 7, "model": "m"}
     prompt = tuple(TokenLogprobs(token, -1.0) for token in (2, 3))
     ids = [[rng.randrange(40) for _ in range(200)] for _ in range(2)]
@@ -88,7 +110,7 @@ def test_a_streams_tokens_are_worded_once_and_join_to_the_whole(seed: int, echo:
                 for name, values in scored.model_dump().items():
                     joined[index].setdefault(name, []).extend(values)
                 before[index] = output
-    assert worded == 2 * (200 + 3 * echo)
+    assert vocabulary.num_worded == 2 * (200 + 3 * echo)
     whole = form.whole(head, [row[-1] for row in outputs])
     assert joined == [choice.logprobs.model_dump() for choice in whole.choices if choice.logprobs]
     text = "".join(joined[0]["tokens"])

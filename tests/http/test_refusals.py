@@ -143,10 +143,26 @@ def test_fields_that_dont_go_together_are_refused_by_name(server: Any, path: str
 
 
 @pytest.mark.parametrize(
-    "prompt", ["", [], [[]], ["a", ""], [5, 260], [-1], [5, "a"], None, {"text": "a"}, "\ud800", ["ok", "\ud800"]]
+    "prompt",
+    [
+        "",
+        [],
+        [[]],
+        ["a", ""],
+        [5, 260],
+        [-1],
+        [2**31],
+        [2**70],
+        [5, "a"],
+        None,
+        {"text": "a"},
+        "\ud800",
+        ["ok", "\ud800"],
+    ],
 )
 def test_a_prompt_that_is_none_is_refused(server: Any, prompt: object) -> None:
-    assert refused(server, "completions", {**TEXT, "prompt": prompt})["param"] == "prompt"
+    for echo in (False, True):
+        assert refused(server, "completions", {**TEXT, "prompt": prompt, "echo": echo})["param"] == "prompt"
 
 
 @pytest.mark.parametrize(

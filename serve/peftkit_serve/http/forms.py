@@ -1,7 +1,6 @@
 """How the two completion routes word what the engine says: whole answers, chunks, log-probabilities."""
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from pydantic import BaseModel
@@ -23,8 +22,7 @@ from peftkit_serve.http.answers import (
 )
 from peftkit_serve.http.schemas import ChatRequest, CompletionRequest
 from peftkit_serve.request import RequestOutput, TokenLogprobs
-
-TokenText = Callable[[int], str]
+from peftkit_serve.vocabulary import Places, Vocabulary
 
 
 class Form(Protocol):
@@ -51,12 +49,12 @@ class Form(Protocol):
 class TextForm:
     """`/v1/completions`."""
 
-    def __init__(self, body: CompletionRequest, prompts: Sequence[tuple[str, Sequence[int]]], text_of: TokenText):
-        """prompts: text and token ids of each. text_of: a single token as text."""
-        self._body, self._prompts, self._text_of = body, prompts, text_of
+    def __init__(self, body: CompletionRequest, prompts: Sequence[tuple[str, Sequence[int]]], vocabulary: Vocabulary):
+        """prompts: text and token ids of each."""
+        self._body, self._prompts, self._vocabulary = body, prompts, vocabulary
         self._num_choices = body.num_choices
-        self._lengths: dict[int, int] = {}
-        """Of each choice, the characters of all its tokens so far."""
+        self._places: dict[int, Places] = {}
+        """Of each choice, where its answer's tokens begin."""
         self.only_text = body.logprobs is None and body.max_tokens != 0
 
     def whole(self, head: dict[str, Any], outputs: Sequence[RequestOutput]) -> Completion:
@@ -88,39 +86,49 @@ class TextForm:
         return CompletionChoice(
             index=index,
             text=echoed[0] + output.text if before is None else output.delta,
-            logprobs=None if self._body.logprobs is None else self._logprobs(index, output, before, echoed[1]),
+            logprobs=None if self._body.logprobs is None else self._logprobs(index, output, before, echoed),
             finish_reason=output.finish_reason,
         )
 
     def _logprobs(
-        self, index: int, output: RequestOutput, before: RequestOutput | None, echoed: Sequence[int]
+        self, index: int, output: RequestOutput, before: RequestOutput | None, echoed: tuple[str, Sequence[int]]
     ) -> TextLogprobs:
         """Of all tokens, or of those that are new since `before`."""
+        text, prompt = echoed
+        offsets: list[int] = []
+        scored = output.logprobs[0 if before is None else len(before.logprobs) :]
+        answer = [one.token_id for one in scored]
         if before is None:
-            first, scored = echoed[:1], [*(output.prompt_logprobs if echoed else ()), *output.logprobs]
+            self._places[index] = Places(self._vocabulary, len(text))
+            offsets = self._prompt_offsets(text, prompt)
+            scored = (*(output.prompt_logprobs if prompt else ()), *scored)
         else:
-            first, scored = (), output.logprobs[len(before.logprobs) :]
-        tokens = [self._text_of(token) for token in (*first, *(one.token_id for one in scored))]
-        begin = 0 if before is None else self._lengths[index]
-        *offsets, self._lengths[index] = accumulate(map(len, tokens), initial=begin)
-        unknown = [None] * len(first)
+            prompt = ()
+        offsets += [self._places[index].next(token) for token in answer]
+        unknown = [None] * len(prompt[:1])
         return TextLogprobs(
-            tokens=tokens,
+            tokens=[self._vocabulary.word(token) for token in (*prompt, *answer)],
             token_logprobs=[*unknown, *(one.logprob for one in scored)],
             top_logprobs=[*unknown, *map(self._top, scored)],
             text_offset=offsets,
         )
 
+    def _prompt_offsets(self, text: str, prompt: Sequence[int]) -> list[int]:
+        """Where the prompt's tokens begin in its text, which may lack what a tokenizer puts before it."""
+        places = Places(self._vocabulary, special=True)
+        offsets = [places.next(token) for token in prompt]
+        return [max(0, offset + len(text) - places.end) for offset in offsets]
+
     def _top(self, one: TokenLogprobs) -> dict[str, float]:
         # of parts of characters, which look alike, the likeliest stays
-        return {self._text_of(token): value for token, value in reversed(one.top)}
+        return {self._vocabulary.word(token): value for token, value in reversed(one.top)}
 
 
 class ChatForm:
     """`/v1/chat/completions`."""
 
-    def __init__(self, body: ChatRequest, text_of: TokenText):
-        self._body, self._text_of = body, text_of
+    def __init__(self, body: ChatRequest, vocabulary: Vocabulary):
+        self._body, self._vocabulary = body, vocabulary
         self._num_choices = body.num_choices
         self.only_text = not body.logprobs
 
@@ -161,10 +169,8 @@ class ChatForm:
         return TokenLogprob(**self._top(one.token_id, one.logprob).model_dump(), top_logprobs=tops)
 
     def _top(self, token_id: int, logprob: float) -> TopLogprob:
-        text = self._text_of(token_id)
-        # a token that is part of a character has no text of its own
-        encoded = None if "\ufffd" in text else list(text.encode())
-        return TopLogprob(token=text, logprob=logprob, bytes=encoded)
+        words = self._vocabulary
+        return TopLogprob(token=words.word(token_id), logprob=logprob, bytes=words.bytes(token_id))
 
 
 def count_tokens(outputs: Sequence[RequestOutput], num_choices: int) -> Usage:

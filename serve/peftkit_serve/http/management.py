@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, Field
 
 from peftkit_serve.adapters.store import AdapterEntry
-from peftkit_serve.http.schemas import Body, Text
+from peftkit_serve.http.schemas import Body
 from peftkit_serve.tenants.records import Adapter, Key, Limits, Tenant, Version
 from peftkit_serve.tenants.shelf import Shelf, Tier
 
@@ -16,18 +16,18 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
 class AdapterByPath(Body):
     """`POST /v1/adapters` with a folder of the server's own."""
 
-    name: Text
-    path: Text
+    name: str
+    path: str
     """A folder under one of the roots that the server was started with."""
-    tenant: Text | None = None
+    tenant: str | None = None
     """Whose it is; left out, it is shared."""
 
 
 class LoadLora(Body):
     """`POST /v1/load_lora_adapter`, as vLLM has it."""
 
-    lora_name: Text
-    lora_path: Text
+    lora_name: str
+    lora_path: str
     load_inplace: bool = False
     """Whether a name that is there gets a new version."""
     is_3d_lora_weight: Literal[False] = False
@@ -36,7 +36,7 @@ class LoadLora(Body):
 class UnloadLora(Body):
     """`POST /v1/unload_lora_adapter`, as vLLM has it."""
 
-    lora_name: Text
+    lora_name: str
     lora_int_id: int | None = None
     """Accepted without effect."""
 
@@ -68,7 +68,7 @@ class NewTenant(Body):
     """`POST /v1/tenants`."""
 
     name: Name
-    adapters: Annotated[list[Annotated[Text, Field(max_length=128)]], Field(max_length=1000)] = Field(
+    adapters: Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=1000)] = Field(
         default_factory=lambda: ["*"]
     )
     """Patterns of the shared adapters that it may name."""
@@ -78,7 +78,7 @@ class NewTenant(Body):
 class ChangedTenant(Body):
     """`PATCH /v1/tenants/{name}`: what is left out stays."""
 
-    adapters: Annotated[list[Annotated[Text, Field(max_length=128)]], Field(max_length=1000)] | None = None
+    adapters: Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=1000)] | None = None
     limits: dict[str, Any] | None = None
     """The limits to change."""
 

@@ -58,7 +58,7 @@ def create_router(service: Service, access: Access, tracing: Tracing | None = No
         outputs = service.answers(caller, model, asked, body.priority or 0, request.state.facts)
         if tracing is not None:
             outputs = tracing.begin("chat", body, request, model.full_name, len(prompt)).follow(outputs)
-        return await _answer(request, body, outputs, ChatForm(body, service.text_of), "chatcmpl")
+        return await _answer(request, body, outputs, ChatForm(body, service.engine.engine.vocabulary), "chatcmpl")
 
     @router.post("/completions", response_model=Completion, responses=_EVENTS)
     async def completions(
@@ -66,11 +66,12 @@ def create_router(service: Service, access: Access, tracing: Tracing | None = No
     ) -> BaseModel | Response:
         """The continuation of each prompt, `n` choices a prompt."""
         model = service.model(caller, body.model)
+        vocabulary = service.engine.engine.vocabulary
         prompts: list[tuple[str, list[int]]] = []
         asked: list[Asked] = []
         for given in body.prompts():
             token_ids = await service.text_prompt(model, given)
-            text = given if isinstance(given, str) else service.text_of_all(token_ids) if body.echo else ""
+            text = given if isinstance(given, str) else vocabulary.text(token_ids, special=True) if body.echo else ""
             prompts.append((text, token_ids))
             params = _params(body, model, token_ids, max_tokens=16)
             asked += [Asked(token_ids, _nth(params, i)) for i in range(body.num_choices)]
@@ -78,7 +79,7 @@ def create_router(service: Service, access: Access, tracing: Tracing | None = No
         if tracing is not None:
             num_tokens = sum(len(token_ids) for _, token_ids in prompts)
             outputs = tracing.begin("text_completion", body, request, model.full_name, num_tokens).follow(outputs)
-        return await _answer(request, body, outputs, TextForm(body, prompts, service.text_of), "cmpl")
+        return await _answer(request, body, outputs, TextForm(body, prompts, vocabulary), "cmpl")
 
     @router.get("/models")
     async def models(caller: Caller = Depends(access.caller)) -> ModelList:

@@ -57,18 +57,7 @@ def _said(message: str) -> WrapValidator:
     return WrapValidator(validate)
 
 
-def _whole_characters(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise PydanticCustomError(
-            "invalid_value", "the text holds half of a surrogate pair, which is no character"
-        ) from None
-    return text
-
-
-Text = Annotated[str, AfterValidator(_whole_characters)]
-StopText = Annotated[Text, Field(max_length=MAX_STOP)]
+StopText = Annotated[str, Field(max_length=MAX_STOP)]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 
 
@@ -88,7 +77,7 @@ class Body(BaseModel):
         known = [field.alias or name for name, field in cls.model_fields.items()]
         for name in data if isinstance(data, dict) else ():
             if name not in known:
-                shown = str(name)[:64].encode(errors="backslashreplace").decode()
+                shown = str(name)[:64]
                 message = f"unknown field {shown!r}{did_you_mean(shown, known)}"
                 raise PydanticCustomError("unknown_parameter", "{message}", {"message": message, "field": shown})
         return data
@@ -106,7 +95,7 @@ class StreamOptions(Body):
 class Sampling(Body):
     """The fields that both completion routes share."""
 
-    model: Text
+    model: str
     """The base's name, an adapter's name, or `base:adapter`."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """Most tokens to generate. The answer ends with finish_reason "length" there, or where the context ends."""
@@ -204,15 +193,15 @@ class Sampling(Body):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 
 
 class CompletionRequest(Sampling):
     """`POST /v1/completions`."""
 
     prompt: Annotated[
-        Text
-        | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
         | TokenIds
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)],
         _said(
@@ -259,21 +248,21 @@ class TextPart(Body):
     """A piece of a message's content."""
 
     type: Literal["text"]
-    text: Text
+    text: str
 
 
 class Called(Body):
     """What a tool call calls."""
 
-    name: Text
-    arguments: Text
+    name: str
+    arguments: str
     """A JSON object as text."""
 
 
 class ToolCall(Body):
     """A call that an assistant's message made."""
 
-    id: Text
+    id: str
     type: Literal["function"] = "function"
     function: Called
     index: int | None = None
@@ -285,15 +274,15 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """`developer` is the newer name of `system`, and is rendered as it."""
     content: Annotated[
-        Text | list[TextPart] | None,
+        str | list[TextPart] | None,
         _said("content must be a string or a list of text parts; images, audio and files are not supported"),
     ] = None
     """May be null only where an assistant calls tools."""
-    name: Text | None = None
+    name: str | None = None
     """Handed to the chat template, which may name the speaker."""
     tool_calls: list[ToolCall] | None = None
     """Of an assistant's message: what it called."""
-    tool_call_id: Text | None = None
+    tool_call_id: str | None = None
     """Of a tool's message: the call that it answers."""
 
     # an assistant message sent back as the official client returned it has these, empty
@@ -331,7 +320,7 @@ class Function(Body):
     """A tool's definition."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-    description: Text | None = None
+    description: str | None = None
     parameters: dict[str, Any] | None = None
     """A JSON schema."""
     strict: bool | None = None
@@ -348,8 +337,8 @@ class Tool(Body):
 class JsonSchema(Body):
     """The schema that an answer is held to."""
 
-    name: Text
-    description: Text | None = None
+    name: str
+    description: str | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     """What it can't keep is refused by name."""
     strict: bool | None = None

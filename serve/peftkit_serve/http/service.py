@@ -165,14 +165,6 @@ class Service:
             except InputError as error:
                 raise ApiError(400, str(error), param="response_format", code="invalid_value") from None
 
-    def text_of(self, token_id: int) -> str:
-        """A single token as text; part of a character is U+FFFD."""
-        return str(self.engine.engine.tokenizer.decode([token_id]))
-
-    def text_of_all(self, token_ids: Sequence[int]) -> str:
-        """Token ids as text."""
-        return str(self.engine.engine.tokenizer.decode(list(token_ids)))
-
     async def answers(
         self, caller: Caller, model: Model, asked: Sequence[Asked], priority: int, facts: dict[str, Any]
     ) -> Outputs:
