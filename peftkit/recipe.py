@@ -34,7 +34,7 @@ _DATA = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class Quant(_Section):

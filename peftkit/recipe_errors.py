@@ -119,7 +119,7 @@ def _locate(detail: dict[str, Any], recipe: type[BaseModel]) -> _Fault:
             if rest.pop(0) == SEVERAL and rest:
                 path.append(str(rest.pop(0)))
             kind = rest.pop(0) if rest else None
-            owner = next((method for method in _methods() if _kind(method) == kind), None)
+            owner = next((method for method in method_configs() if _kind(method) == kind), None)
             continue
         field = owner.model_fields.get(str(key)) if owner else None
         annotation = field.annotation if field else None
@@ -153,7 +153,7 @@ def _message(faults: Sequence[_Fault], recipe: type[BaseModel], overrides: Seque
             kind, kinds = detail["ctx"]["tag"], detail["ctx"]["expected_tags"].replace("'", "").split(", ")
             return f"no method '{kind}'{did_you_mean(kind, kinds)} (there are: {', '.join(kinds)})"
         case "union_tag_not_found":
-            return f"kind is missing: name one of {', '.join(map(_kind, _methods()))}"
+            return f"kind is missing: name one of {', '.join(map(_kind, method_configs()))}"
         case "value_error":
             return str(detail["ctx"]["error"])
         case "model_type" | "model_attributes_type" | "dict_type":
@@ -170,8 +170,8 @@ def _nearest(fault: _Fault, recipe: type[BaseModel], overrides: Sequence[Overrid
     *above, key = fault.path
     section = fault.section
     own = list(section.model_fields) if section else []
-    if section in _methods():
-        if kinds := [_kind(method) for method in _methods() if key in method.model_fields]:
+    if section in method_configs():
+        if kinds := [_kind(method) for method in method_configs() if key in method.model_fields]:
             whole = f"; method={{kind: {_kind(section)}}} sets the method as a whole"
             replaced = any(override.key == "method.kind" for override in overrides)
             return f" of {_kind(section)}, it is one of {', '.join(kinds)}" + (whole if replaced else "")
@@ -179,7 +179,7 @@ def _nearest(fault: _Fault, recipe: type[BaseModel], overrides: Sequence[Overrid
     parent, _, name = meant.rpartition(".")
     if meant and (parent != "method" or not above or name in own):
         return f"; did you mean '{meant}'?"
-    for name, part in _sections(recipe):
+    for name, part in sections(recipe):
         if key in part.model_fields and name not in above:
             return f"; did you mean '{name}.{key}'?"
     if near := difflib.get_close_matches(key, own, n=1, cutoff=0.6):
@@ -193,14 +193,16 @@ def _completed(dotted: str, fault: _Fault, overrides: Sequence[Override]) -> str
     return next((dotted + each.key.removeprefix(wrong) for each in overrides if each.made == wrong), dotted)
 
 
-def _sections(recipe: type[BaseModel]) -> Iterable[tuple[str, type[BaseModel]]]:
+def sections(recipe: type[BaseModel]) -> Iterable[tuple[str, type[BaseModel]]]:
+    """The keys that hold further keys, and the model of each."""
     for name, field in recipe.model_fields.items():
         part = field.annotation
         if isinstance(part, type) and issubclass(part, BaseModel):
             yield name, part
 
 
-def _methods() -> tuple[type[BaseModel], ...]:
+def method_configs() -> tuple[type[BaseModel], ...]:
+    """The model of each kind of method."""
     union, *_ = get_args(MethodConfig)
     return get_args(union)
 

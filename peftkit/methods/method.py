@@ -28,7 +28,7 @@ _MATCH_SECONDS = 0.25
 class MethodSettings(BaseModel):
     """Base of the method configs: frozen, and a key that isn't known is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     def identity(self) -> dict[str, Any]:
         """What of this config changes the function that the adapter computes, with sets in a fixed order."""
