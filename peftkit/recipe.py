@@ -113,6 +113,8 @@ class Train(_Section):
     """Fixes the adapter's start, the order of rows and dropout."""
     gradient_checkpointing: Literal["auto", "none", "selective", "full", "offload"] | bool = "auto"
     """What the backward pass computes again to save memory; auto: as little as fits, true is full, false none."""
+    shard_base: bool = False
+    """Divide the layers of the frozen base over the processes of a run, which gather each when it is computed."""
     save_every: int = Field(default=100, ge=0)
     """Steps between checkpoints; 0 saves only at the end and when interrupted."""
 

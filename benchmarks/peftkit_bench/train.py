@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from transformers import PreTrainedModel
 
 from peftkit.base import BaseInfo, Quant
 from peftkit.data import Dataset
@@ -178,6 +179,11 @@ class Bench:
         self._resident = Resident(accelerator, BaseInfo(shape, Path(shape)), model, tokenizer)
         _synchronise(settings.device)
         self.seconds = time.perf_counter() - begun
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The base."""
+        return self._resident.model
 
     def line(self, case: Case, rate_tflops: float) -> Line:
         """The case's figures, or its error."""

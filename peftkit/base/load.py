@@ -16,6 +16,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from peftkit.base.divided import divide
+from peftkit.base.fill import Filling
 from peftkit.base.folder import check_folder
 from peftkit.base.names import BaseInfo, resolve_base
 from peftkit.errors import BaseModelError, InputError, RunError, did_you_mean
@@ -75,12 +77,14 @@ def load_base(
     compute_dtype: str | torch.dtype = "auto",
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
+    divided: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads a base and its tokenizer: frozen, in eval mode, on one device.
 
     `dtype` is that of the weights which aren't quantised. With quant="nf4" every linear layer but `lm_head` is a
     bitsandbytes `Linear4bit` (blocks of 64, double quantisation unless switched off) that computes in `compute_dtype`.
-    The model carries `peftkit_base` (`BaseInfo`) and `peftkit_quant`.
+    The model carries `peftkit_base` (`BaseInfo`) and `peftkit_quant`. With `divided` its layers are loaded one at a
+    time and divided over the processes of torch's default group (`divided.py`).
 
     Raises `BaseModelError` for a base that isn't there, damaged or not supported, `InputError` for a bad argument,
     `RunError` when the device has too little memory.
@@ -98,7 +102,10 @@ def load_base(
     info = name if isinstance(name, BaseInfo) else resolve_base(name)
     if quant == "nf4":
         check_nf4(info, where)
-    model = _load(info, weights_dtype, where, settings)
+    if divided:
+        model = _load_divided(info, weights_dtype, where, settings)
+    else:
+        model = _load(info, weights_dtype, where, settings)
     compute_as_asked(model)
     model.requires_grad_(False)
     model.eval()
@@ -194,8 +201,7 @@ def _load(info: BaseInfo, dtype: torch.dtype, device: torch.device, settings: di
             **settings,
         )
     except torch.OutOfMemoryError as error:
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-        raise RunError(f"base {info.name} doesn't fit on {device}, where {free / 1e9:.1f} GB are free") from error
+        raise _too_large(info, device) from error
     if missing := sorted(report["missing_keys"]):
         raise BaseModelError(f"{info.path}: {len(missing)} tensors are missing, the first is {missing[0]}")
     for name, stored, wanted in report["mismatched_keys"]:
@@ -205,3 +211,21 @@ def _load(info: BaseInfo, dtype: torch.dtype, device: torch.device, settings: di
     if unexpected := sorted(report["unexpected_keys"]):
         logger.warning("%s: %d tensors belong to no layer, the first is %s", info.path, len(unexpected), unexpected[0])
     return model
+
+
+def _load_divided(
+    info: BaseInfo, dtype: torch.dtype, device: torch.device, settings: dict[str, Any]
+) -> PreTrainedModel:
+    model = _load(info, dtype, torch.device("meta"), settings)  # with all its checks and no data
+    filling, layers = Filling(model, info.path, dtype, device), f"{model.base_model_prefix}.layers"
+    try:
+        filling.fill(outside=layers)
+        divide(model, lambda index: filling.fill_module(f"{layers}.{index}"))
+    except torch.OutOfMemoryError as error:
+        raise _too_large(info, device) from error
+    return model
+
+
+def _too_large(info: BaseInfo, device: torch.device) -> RunError:
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    return RunError(f"base {info.name} doesn't fit on {device}, where {free / 1e9:.1f} GB are free")

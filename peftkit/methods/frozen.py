@@ -7,6 +7,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from peftkit.base.divided import gathered
 from peftkit.base.folder import stored_tensors
 from peftkit.errors import BaseModelError, InputError
 from peftkit_kernels import nf4_dequantize
@@ -23,6 +24,7 @@ def dequantized(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     `dtype` None is the weight's own. Raises InputError for NF4 weights that a forward pass has repacked for the CPU,
     which rounds their scales.
     """
+    weight = gathered(weight)
     state = getattr(weight, "quant_state", None)
     if state is None:
         return weight.detach() if dtype is None else weight.detach().to(dtype)

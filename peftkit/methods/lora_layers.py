@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from peftkit.base.divided import gathered
 from peftkit.methods.frozen import dequantized
 from peftkit.methods.lora_config import LoraConfig, LoraSite
 from peftkit.methods.lora_linear import SMALLEST_NORM as SMALLEST_NORM
@@ -192,7 +193,7 @@ class LoraLinear(LoraLayer):
         return A, torch.zeros(site.out_features, site.r)
 
     def _product(self, A: Tensor) -> Tensor:
-        weight, bias = self.weight, self.base_layer.bias
+        weight, bias = gathered(self.weight), self.base_layer.bias
         product_RO = self.base_layer(A.to(weight.dtype if weight.is_floating_point() else A.dtype))
         return (product_RO if bias is None else product_RO - bias).to(A.dtype).T
 
@@ -225,7 +226,7 @@ class WholeModule(Adapted):
     def __init__(self, base_layer: nn.Module, names: Sequence[str]) -> None:
         super().__init__(base_layer)
         self.copies = nn.ParameterDict(
-            {name: nn.Parameter(base_layer.get_parameter(name).detach().float().clone()) for name in names}
+            {name: nn.Parameter(gathered(base_layer.get_parameter(name)).detach().float().clone()) for name in names}
         )
 
     def trained(self) -> dict[str, nn.Parameter]:

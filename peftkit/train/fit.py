@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from peftkit.base.divided import division
 from peftkit.errors import InputError
 from peftkit.train.adapter_size import BYTES_PER_PARAMETER
 from peftkit.train.loss import chunk_rows
@@ -129,9 +130,11 @@ def why_not(prepared: "Prepared", memory: MemoryEstimate, available: int) -> str
                 return f"{head}; it would with {tried[-1][0]}"
     finally:
         set_recompute(prepared.model, prepared.recompute)
-    for difference, needed in tried:  # NF4 changes what is trained on, so it comes last
-        if needed - _saved_by_nf4(prepared) <= available:
-            return f"{head}; it would with {' '.join(filter(None, (difference, 'quant.kind=nf4')))}"
+    # NF4 changes what is trained on, so it comes last
+    for setting, saved in (("train.shard_base=true", _saved_by_dividing), ("quant.kind=nf4", _saved_by_nf4)):
+        for difference, needed in tried:
+            if needed - saved(prepared) <= available:
+                return f"{head}; it would with {' '.join(filter(None, (difference, setting)))}"
     return f"{head}: use a smaller base, a shorter data.max_length or a device with more memory"
 
 
@@ -163,16 +166,26 @@ def _yaml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def _saved_by_dividing(prepared: "Prepared") -> int:
+    """Bytes that are held elsewhere once the base's layers are divided over the processes, two gathered ones apart."""
+    count, layers = prepared.accelerator.num_processes, decoder_layers(prepared.model)
+    if count == 1 or len(layers) <= 2 or division(prepared.model) is not None:
+        return 0
+    return max(int(sum(map(weight_bytes, layers)) * (1 - 1 / count - 2 / len(layers))), 0)
+
+
 def _saved_by_nf4(prepared: "Prepared") -> int:
-    """Bytes that NF4 takes off the weights of the layers."""
+    """Bytes that NF4 takes off the weights of the layers, of divided ones in the share that is held."""
     if prepared.recipe.quant.kind == "nf4":
         return 0
+    divided = division(prepared.model)
+    share = 1.0 if divided is None else divided.held_bytes / divided.whole_bytes
     layers = [
         parameter
         for name, parameter in prepared.model.named_parameters()
         if ".layers." in name and parameter.dim() == 2 and not parameter.requires_grad
     ]
-    return sum(int(parameter.numel() * (parameter.element_size() - _NF4_SHARE)) for parameter in layers)
+    return sum(int(share * parameter.numel() * (parameter.element_size() - _NF4_SHARE)) for parameter in layers)
 
 
 def _at_most(prepared: "Prepared") -> int:

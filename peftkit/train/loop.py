@@ -23,6 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from peftkit.artifact import save_adapter
+from peftkit.base.divided import division, unequal_passes
 from peftkit.data import Batch, Dataset, Position, Sampler, Stream, StreamSampler, collate, plan_evaluation
 from peftkit.errors import RunError
 from peftkit.evaluate import Metric, max_answer_tokens, score
@@ -44,7 +45,7 @@ from peftkit.train.loss import token_loss_sum
 from peftkit.train.memory import num_base, peak_memory
 from peftkit.train.optim import build_optimizer, learning_rate, set_lr
 from peftkit.train.prepare import Prepared
-from peftkit.train.processes import add_up, add_up_gradients, gather, share
+from peftkit.train.processes import add_up, add_up_gradients, gather, one_row, share
 from peftkit.train.speed import flops_rate, mfu
 
 logger = logging.getLogger(__name__)
@@ -135,6 +136,9 @@ class Trainer:
         num_targets = sum(batch.num_target_tokens for batch in batches)
         own = share(batches, accelerator.process_index, accelerator.num_processes)
         loss = accumulate_gradients(self._model, own, num_targets=num_targets)
+        if division(self._model) is not None:
+            for _ in range(len(share(batches, 0, accelerator.num_processes)) - len(own)):
+                idle_pass(self._model, one_row(batches[0]))
         loss = add_up(loss, self._device)
         add_up_gradients(self._parameters.values())
         max_norm = self._recipe.optim.max_grad_norm
@@ -292,7 +296,7 @@ class Trainer:
         plan = plan_evaluation(data.lengths, batch_tokens=self._prepared.batch_positions)
         summed = 0.0
         self._model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), unequal_passes(self._model):
             for rows in plan[accelerator.process_index :: accelerator.num_processes]:
                 if stop():
                     break
@@ -308,13 +312,14 @@ class Trainer:
         accelerator = self._prepared.accelerator
         examples, index, count = self._prepared.examples, accelerator.process_index, accelerator.num_processes
         limits = max_answer_tokens(examples, [metric])
-        own = generate_answers(
-            self._model,
-            self._prepared.tokenizer,
-            examples[index::count],
-            limits[index::count],
-            batch_positions=self._prepared.batch_positions,
-        )
+        with unequal_passes(self._model):
+            own = generate_answers(
+                self._model,
+                self._prepared.tokenizer,
+                examples[index::count],
+                limits[index::count],
+                batch_positions=self._prepared.batch_positions,
+            )
         shares = [iter(answers) for answers in gather(own)]
         answers = [next(shares[place % count]) for place in range(len(examples))]
         return score(examples, answers, metric).value
@@ -351,6 +356,19 @@ def accumulate_gradients(
         losses.append(loss_sum.detach())
     # read once all work is queued: reading waits for the device
     return sum(loss.item() for loss in losses) / num_targets
+
+
+def idle_pass(model: PreTrainedModel, batch: Batch) -> None:
+    """A pass forward and back that leaves neither gradients nor drawn numbers: of a process that has no micro-batch
+    left while others have one, and gather a divided base for it with this one."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    kept = [parameter.grad for parameter in trained]
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        for parameter in trained:
+            parameter.grad = None
+        token_loss_sum(model, batch.to(model.device)).backward()
+    for parameter, grad in zip(trained, kept, strict=True):
+        parameter.grad = grad
 
 
 class _LogWindow:

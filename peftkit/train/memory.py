@@ -1,6 +1,7 @@
 """What a run needs in memory, by part.
 
-    weights      bytes of the base as it is held (4-bit codes and scales where it is quantised)
+    weights      bytes of the base as it is held (4-bit codes and scales where it is quantised); of one divided over
+                 processes this one's share and two gathered layers
     adapter      4 bytes for each trainable parameter
     gradients    4 bytes for each
     optimizer    8 bytes for each: AdamW's two float32 moments, or 2 for 8-bit ones
@@ -18,8 +19,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
+from peftkit.base.divided import division
 from peftkit.data.sampler import Shape
 from peftkit.train.rehearsal import StepMemory, rehearse
 
@@ -154,9 +157,11 @@ def num_base(model: PreTrainedModel) -> int:
     return total
 
 
-def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the frozen weights as they are held, with a quantised weight's scales; a tied weight counts once."""
-    total = 0
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of the frozen weights as they are held, with a quantised weight's scales; a tied weight counts once, and
+    of a divided base what this process holds."""
+    divided = division(model)
+    total = 0 if divided is None else divided.held_bytes - divided.whole_bytes
     for parameter in model.parameters():
         if parameter.requires_grad:
             continue

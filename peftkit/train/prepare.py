@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftkit.base import BaseInfo, load_base, load_tokenizer, resolve_base
+from peftkit.base.divided import division
 from peftkit.chat import chat_template_of
 from peftkit.data import (
     Batching,
@@ -132,7 +133,7 @@ class Prepared:
     def identity(self) -> dict[str, Any]:
         """What decides the run's bits: a checkpoint is only resumed by a run of the same."""
         return {
-            "recipe": self.recipe.model_dump(mode="json", exclude={"train": {"gradient_checkpointing"}}),
+            "recipe": self.recipe.model_dump(mode="json", exclude={"train": {"gradient_checkpointing", "shard_base"}}),
             "base": asdict(self.base.fingerprint),
             "processes": self.accelerator.num_processes,
             "train": self.train.sha256,
@@ -170,6 +171,8 @@ def load(recipes: Sequence[Recipe]) -> tuple[Resident, list[Rows]]:
     if not accelerator.is_main_process:
         logging.getLogger("peftkit").setLevel(logging.ERROR)  # one process tells what all of them do
     first = recipes[0]
+    if any(recipe.train.shard_base != first.train.shard_base for recipe in recipes):
+        raise RecipeError("train.shard_base: all runs share one base: write the same in each", field="train.shard_base")
     with accelerator.main_process_first():  # which converts a base that isn't a folder yet
         base = resolve_base(first.base)
         tokenizer = load_tokenizer(base)
@@ -182,7 +185,10 @@ def load(recipes: Sequence[Recipe]) -> tuple[Resident, list[Rows]]:
             compute_dtype=first.quant.compute_dtype,
             dtype=first.quant.compute_dtype,
             device=accelerator.device,
+            divided=first.train.shard_base and accelerator.num_processes > 1,
         )
+    if first.train.shard_base:
+        _tell_shares(model, accelerator.num_processes)
     return Resident(accelerator, base, model, tokenizer), rows
 
 
@@ -209,6 +215,17 @@ def adapt(resident: Resident, recipe: Recipe, rows: Rows) -> Prepared:
     recompute = choose_recompute(prepared)
     set_recompute(model, recompute)
     return replace(prepared, recompute=recompute)
+
+
+def _tell_shares(model: PreTrainedModel, count: int) -> None:
+    divided = division(model)
+    if divided is None:
+        logger.info("train.shard_base: there is one process, so the base stays whole")
+        return
+    logger.info(
+        "the base's layers are divided over %d processes: each holds %.0f MB of %.0f MB, two gathered layers included",
+        *(count, divided.held_bytes / 1e6, divided.whole_bytes / 1e6),
+    )
 
 
 def virtual_tokens(recipe: Recipe) -> int:

@@ -1,7 +1,8 @@
 """Several processes of one run: each takes a share of every step's micro-batches, gradients are added up.
 
 The recipe says what a step is, however many processes do it: a step's gradient, and so the run, is the same up to
-rounding. Adapters are small, so their gradients travel once a step as one tensor, and nothing has to be wrapped.
+rounding. Adapters are small, so their gradients travel once a step as one tensor, and nothing has to be wrapped. The
+frozen base is whole in each process, or divided over them (`peftkit.base.divided`).
 """
 
 import os
@@ -32,8 +33,8 @@ def check_launch() -> None:
     for variable, name in _SHARDING.items():
         if os.environ.get(variable, "").lower() in ("1", "true"):
             raise InputError(
-                f"accelerate was told to use {name}, but each process holds the whole frozen base here: launch with "
-                "--multi_gpu, and without a config file that says otherwise (--config_file)"
+                f"accelerate was told to use {name}, but wraps no model here: launch with --multi_gpu, and without a "
+                "config file that says otherwise (--config_file); train.shard_base divides the frozen base"
             )
 
 
@@ -48,6 +49,11 @@ def share(batches: Sequence[Batch], index: int, count: int) -> list[Batch]:
     parts = -(-count // len(batches))
     pieces = [piece for batch in batches for piece in _split(batch, parts)]
     return list(pieces[index::count])
+
+
+def one_row(batch: Batch) -> Batch:
+    """A micro-batch's first row."""
+    return _rows(batch, slice(1))
 
 
 def add_up_gradients(parameters: Iterable[nn.Parameter]) -> None:

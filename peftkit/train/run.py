@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from peftkit.artifact import Artifact, base_record, read_adapter, save_adapter, write_parts
 from peftkit.artifact.reader import CONFIG_FILE, RECORD_FILE
+from peftkit.base.divided import unequal_passes
 from peftkit.errors import InputError, PeftkitError
 from peftkit.methods import detach, fast_share
 from peftkit.recipe import Recipe, Runs
@@ -229,7 +230,10 @@ def _folder(recipe: Recipe) -> Path:
 def _answers(prepared: Prepared) -> list[str]:
     """What the model answers now to the rows that are shown."""
     limits, positions = [SAMPLE_TOKENS] * len(prepared.shown), prepared.batch_positions
-    answers = generate_answers(prepared.model, prepared.tokenizer, prepared.shown, limits, batch_positions=positions)
+    with unequal_passes(prepared.model):
+        answers = generate_answers(
+            prepared.model, prepared.tokenizer, prepared.shown, limits, batch_positions=positions
+        )
     return [answer.text for answer in answers]
 
 

@@ -1,0 +1,471 @@
+"""A frozen base whose layers are divided over processes: the bits of a whole one, in a share of its memory.
+
+Of one process the pieces are whole layers, and all else is as with several: two buffers, filled again and again.
+"""
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import peftkit.base.divided
+from peftkit.base import load_base
+from peftkit.base.divided import divide, division
+from peftkit.base.fill import Filling
+from peftkit.data import Sample, collate
+from peftkit.data.sampler import Shape
+from peftkit.errors import RecipeError
+from peftkit.methods import attach, detach, fuse
+from peftkit.recipe import Recipe, Runs
+from peftkit.train import fit, leave, train_runs
+from peftkit.train.loop import accumulate_gradients, idle_pass
+from peftkit.train.memory import estimate_memory, weight_bytes
+from peftkit.train.prepare import prepare
+from peftkit.train.recompute import Recompute, decoder_layers, set_recompute
+
+METHODS: dict[str, dict[str, Any]] = {
+    "lora": {"r": 4, "dropout": 0.2},
+    "dora": {"kind": "lora", "r": 4, "variant": "dora"},
+    "pissa": {"kind": "lora", "r": 2, "init": "pissa"},
+    "some layers": {"kind": "lora", "r": 4, "targets": r".*layers\.[23]\.mlp\..*"},
+    "bottleneck": {"bottleneck_size": 8, "dropout": 0.2},
+    "prefix": {"num_virtual_tokens": 3},
+    "prompt": {"num_virtual_tokens": 3},
+}
+LEVELS = [Recompute(), Recompute("selective"), Recompute("selective", 2), Recompute("full")]
+
+
+@pytest.fixture(scope="module")
+def deep_base(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny base with five layers: more than are gathered at a time."""
+    folder = tmp_path_factory.mktemp("deep") / "base"
+    shutil.copytree(tiny_base, folder)
+    torch.manual_seed(1)
+    LlamaForCausalLM(LlamaConfig.from_pretrained(tiny_base, num_hidden_layers=5)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+Pair = tuple[PreTrainedModel, PreTrainedModel]
+
+
+@pytest.fixture(scope="module")
+def pairs(deep_base: Path, alone: None) -> dict[str, Pair]:
+    """A base that is whole and the same divided, by how it is held."""
+    held: dict[str, dict[str, Any]] = {
+        "none": {"quant": "none"},
+        "nf4": {"quant": "nf4"},
+        "single": {"quant": "nf4", "double_quant": False},
+    }
+    found = {}
+    for name, how in held.items():
+        whole, divided = (load_base(str(deep_base), device="cpu", **how)[0] for _ in range(2))
+        divide(divided)
+        found[name] = (whole, divided)
+    return found
+
+
+@pytest.fixture
+def bare(pairs: dict[str, Pair]) -> Iterator[dict[str, Pair]]:
+    """The same, each left as it was found."""
+    yield pairs
+    for model in (model for pair in pairs.values() for model in pair):
+        set_recompute(model, Recompute())
+        detach(model).eval()
+
+
+def adapted(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    method = {"kind": name, **METHODS[name]}
+    attach(model, Recipe.model_validate({"method": method, "data": {"train": "x"}}).methods[0], seed=3)
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # nothing is left at zero
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return model.train()
+
+
+def rows(seed: int) -> Any:
+    torch.manual_seed(seed)
+    ids = [torch.randint(97, (length,)).numpy().astype("int32") for length in (5, 11, 7)]
+    return collate([Sample("", row, torch.arange(len(row)).numpy() > 0) for row in ids])
+
+
+def gradients(model: PreTrainedModel) -> list[Tensor]:
+    found = [p.grad.clone() for p in model.parameters() if p.requires_grad and p.grad is not None]
+    model.zero_grad()
+    assert found and all(grad.any() for grad in found)
+    return found
+
+
+def steps(model: PreTrainedModel) -> list[Tensor]:
+    """Losses and gradients of two micro-batches, with a pass without gradients before them."""
+    with torch.no_grad():
+        found: list[Tensor] = [model(input_ids=rows(9).input_ids_BT).logits]
+    torch.manual_seed(7)
+    for seed in (0, 1):
+        found.append(torch.tensor(accumulate_gradients(model, [rows(seed)])))
+        found += gradients(model)
+    return found
+
+
+def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
+    assert len(one) == len(other)
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("quant", "name"), [*(("nf4", name) for name in METHODS), ("none", "lora"), ("none", "dora"), ("none", "prefix")]
+)
+def test_losses_and_gradients_have_the_bits_of_a_whole_base(bare: dict[str, Pair], name: str, quant: str) -> None:
+    for model in bare[quant]:
+        adapted(model, name)
+    for is_fused in (False, True):
+        for level in LEVELS if is_fused else (LEVELS[0], LEVELS[-1]):
+            found = []
+            for model in bare[quant]:
+                set_recompute(model, level)
+                found.append(steps(model))
+            assert_same(*found)
+        if not is_fused:
+            for model in bare[quant]:
+                fuse(model)
+
+
+def test_scales_that_are_not_quantised_are_divided_too(bare: dict[str, Pair]) -> None:
+    assert_same(*(steps(adapted(model, "lora")) for model in bare["single"]))
+
+
+@pytest.mark.parametrize("quant", ["nf4", "none"])
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_graph_goes_back_twice_and_after_another_pass(
+    bare: dict[str, Pair], quant: str, is_fused: bool, seed: int
+) -> None:
+    """retain_graph, and passes forward that are between a pass and its way back."""
+    found: list[list[Tensor]] = []
+    for model in bare[quant]:
+        adapted(model, "bottleneck")  # whose backward pass needs all layers
+        if is_fused:
+            fuse(model)
+        torch.manual_seed(seed)
+        losses = [model(input_ids=rows(n).input_ids_BT, labels=rows(n).input_ids_BT).loss for n in (0, 1)]
+        own: list[Tensor] = [*losses]
+        # a fused feed-forward writes over what it saved
+        ways: list[tuple[int, bool]] = [(0, False), (1, False)] if is_fused else [(0, True), (1, False), (0, False)]
+        for place, again in ways:
+            losses[place].backward(retain_graph=again)
+            own += gradients(model)
+        found.append(own)
+    assert_same(*found)
+
+
+def test_torch_s_own_checkpointing_finds_the_layers(bare: dict[str, Pair]) -> None:
+    found = []
+    for model in bare["none"]:
+        adapted(model, "prefix")
+        for layer in decoder_layers(model):
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        found.append(steps(model))
+    assert_same(*found)
+
+
+def test_layers_are_gathered_once_on_the_way_there_and_once_on_the_way_back(
+    bare: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = adapted(bare["nf4"][1], "lora")
+    divided = division(model)
+    assert divided is not None
+    sent: list[int] = []
+    gather = peftkit.base.divided._all_gather
+
+    def noted(whole_U: Tensor, piece_U: Tensor, **how: Any) -> Any:
+        sent.append(next(place for place, piece in enumerate(divided._pieces) if piece is piece_U))
+        return gather(whole_U, piece_U, **how)
+
+    monkeypatch.setattr(peftkit.base.divided, "_all_gather", noted)
+    orders = []
+    for level in (Recompute(), *LEVELS):  # the first pass finds others in the buffers
+        set_recompute(model, level)
+        sent.clear()
+        accumulate_gradients(model, [rows(0)])
+        orders.append(list(sent))
+    # the last two are there when the way back begins, the first two when the next pass does
+    assert orders[1:] == [[2, 3, 4, 2, 1, 0]] * len(LEVELS)
+
+
+def test_what_is_held_is_a_share_and_two_layers(bare: dict[str, Pair]) -> None:
+    for whole, model in bare.values():
+        divided = division(model)
+        assert divided is not None and division(whole) is None
+        layers = [parameter for layer in decoder_layers(model) for parameter in layer.parameters()]
+        storages = {parameter.untyped_storage().data_ptr() for parameter in layers}
+        assert len(storages) == 2  # the buffers
+        a_layer = divided.whole_bytes / 5
+        padding = 128 * 40  # of less than 40 tensors
+        assert a_layer <= (divided.held_bytes - divided.whole_bytes) / 2 <= a_layer + 4 * padding
+        assert weight_bytes(model) - weight_bytes(whole) == divided.held_bytes - divided.whole_bytes
+        # of the embeddings and the last norm nothing is taken
+        embedding, head = model.get_parameter("model.embed_tokens.weight"), model.get_parameter("lm_head.weight")
+        assert embedding.data_ptr() not in storages and embedding is head
+
+
+@pytest.mark.parametrize("quant", ["nf4", "none"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_base_that_is_divided_while_it_is_loaded_is_the_same(
+    deep_base: Path, alone: None, monkeypatch: pytest.MonkeyPatch, quant: str, dtype: str
+) -> None:
+    how: dict[str, Any] = {"quant": quant, "dtype": dtype, "compute_dtype": dtype, "device": "cpu"}
+    whole, _ = load_base(str(deep_base), **how)
+    most, fill_module = [0], Filling.fill_module
+
+    def noted(self: Filling, path: str) -> None:
+        fill_module(self, path)
+        layers = [p for layer in decoder_layers(self._model) for p in layer.parameters() if p.device.type == "cpu"]
+        most.append(sum(parameter.nbytes for parameter in layers))
+
+    monkeypatch.setattr(Filling, "fill_module", noted)
+    divided, _ = load_base(str(deep_base), divided=True, **how)
+    a_layer = sum(parameter.nbytes for parameter in decoder_layers(whole)[0].parameters())
+    assert most == [0] + 5 * [a_layer]  # no other is there beside the one that was loaded last
+    ids = rows(0).input_ids_BT
+    with torch.no_grad():
+        assert torch.equal(whole(input_ids=ids).logits, divided(input_ids=ids).logits)
+    for name, buffer in whole.named_buffers():
+        assert torch.equal(divided.get_buffer(name), buffer)
+    assert [name for name, _ in whole.named_parameters()] == [name for name, _ in divided.named_parameters()]
+    assert divided.get_parameter("lm_head.weight") is divided.get_parameter("model.embed_tokens.weight")
+    assert whole.generation_config == divided.generation_config and not divided.training
+    assert (whole.dtype, whole.device) == (divided.dtype, divided.device)
+    assert not any(parameter.requires_grad for parameter in divided.parameters())
+
+
+def test_the_estimate_of_a_step_is_that_of_a_whole_base(bare: dict[str, Pair]) -> None:
+    shape = Shape(rows=2, length=16, tokens=32, targets=30)
+    memory = [estimate_memory(adapted(model, "lora"), [shape], packed=False) for model in bare["nf4"]]
+    assert memory[0].activations == memory[1].activations > 0
+    divided = division(bare["nf4"][1])
+    assert divided is not None
+    assert memory[1].weights - memory[0].weights == divided.held_bytes - divided.whole_bytes
+
+
+def test_an_idle_pass_leaves_nothing_behind(bare: dict[str, Pair]) -> None:
+    model = adapted(bare["none"][1], "lora")
+    accumulate_gradients(model, [rows(0)])
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained[0].grad = None
+    before = [None if parameter.grad is None else parameter.grad.clone() for parameter in trained]
+    batch = rows(1)
+    state = torch.get_rng_state()
+    idle_pass(model, batch)
+    assert torch.equal(torch.get_rng_state(), state)
+    for parameter, grad in zip(trained, before, strict=True):
+        assert (parameter.grad is None) == (grad is None)
+        assert grad is None or torch.equal(parameter.grad, grad)  # type: ignore[arg-type]
+
+
+# two processes -------------------------------------------------------------------------------------------------------
+
+RUNS: dict[str, dict[str, dict[str, Any]]] = {
+    "nf4": {  # each with another number of micro-batches and rows: one row in a step, three micro-batches for two
+        "lora": {"method": {"kind": "lora", "r": 4, "dropout": 0.2}, "train": {"batch_size": 1}},
+        "prefix": {
+            "method": {"kind": "prefix", "num_virtual_tokens": 3},
+            "train": {"batch_size": 2, "grad_accum": 3, "gradient_checkpointing": "full"},
+        },
+        "bottleneck": {
+            "method": {"kind": "bottleneck", "bottleneck_size": 8, "dropout": 0.1},
+            "train": {"batch_size": 3, "gradient_checkpointing": "selective"},
+        },
+        "pissa": {"method": {"kind": "lora", "r": 2, "init": "pissa", "variant": "dora"}},
+    },
+    "none": {
+        "lora": {"method": {"kind": "lora", "r": 4}, "train": {"batch_size": 5}},
+        "whole modules": {
+            "method": {
+                "kind": "lora",
+                "r": 4,
+                "targets": ["q_proj"],
+                "modules_to_save": ["layers.1.mlp.up_proj", "embed_tokens"],
+            },
+            "train": {"gradient_checkpointing": True},
+        },
+    },
+}
+STEPS = 4
+LAUNCH = (
+    "-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --main_process_port 0 "
+    "--mixed_precision no --dynamo_backend no"
+)
+
+
+def recipes(folder: Path, base: Path, quant: str, *, shard: bool) -> list[Recipe]:
+    """The runs over a base that is held so, each in a folder of its own, with all that a run does besides steps."""
+    made = []
+    for name, sections in RUNS[quant].items():
+        train = {"max_steps": STEPS, "batch_size": 4, "gradient_checkpointing": False, "shard_base": shard}
+        content = {
+            "base": str(base),
+            "quant": {"kind": quant},
+            "method": sections["method"],
+            "data": {"train": str(folder / "train.jsonl"), "valid": str(folder / "valid.jsonl"), "max_length": 128},
+            "optim": {"lr": 5e-3, "schedule": "constant", "warmup": 0.0},
+            "train": {**train, **sections.get("train", {})},
+            "eval": {"every": 0, "metric": "exact_match", "rows": 3},
+            "log": {"every": 1, "tensorboard": False, "samples": 1},
+            "out": str(folder / ("divided" if shard else "whole") / quant / name),
+        }
+        made.append(Recipe.model_validate(content))
+    return made
+
+
+def in_each_process(folder: Path, base: Path) -> None:
+    """What either of two processes does: all runs on a whole base, then on a divided one."""
+    for quant in RUNS:
+        for shard in (False, True):
+            train_runs(Runs(tuple(recipes(folder, base, quant, shard=shard))))
+    first, *_ = recipes(folder, base, "none", shard=False)
+    content = {**first.model_dump(), "out": str(folder / "resumed")}
+    for steps, shard in ((2, False), (STEPS, True)):
+        content["train"].update(max_steps=steps, shard_base=shard)
+        train_runs(Runs((Recipe.model_validate(content),)), resume=shard)
+    held, refusals = {}, []
+    for quant in RUNS:
+        held[quant] = []
+        for shard in (False, True):
+            one, *_ = recipes(folder, base, quant, shard=shard)
+            prepared = prepare(one)
+            held[quant].append(held_bytes(prepared.model))
+            memory = fit.estimate(prepared)
+            with pytest.MonkeyPatch.context() as patched:  # what a process is resident of isn't the same twice
+                patched.setattr(fit, "estimate", lambda _, memory=memory: memory)
+                refusals.append(fit.why_not(prepared, memory, memory.total - 1000))
+    (folder / f"facts-{dist.get_rank()}.json").write_text(json.dumps({"held": held, "refusals": refusals}))
+    leave()
+
+
+def held_bytes(model: PreTrainedModel) -> dict[str, int]:
+    """Bytes of all storages that a base's layers hold, the buffers apart."""
+    divided, tensors = division(model), list[Tensor]()
+    for layer in decoder_layers(model):
+        for parameter in layer.parameters():
+            if parameter.requires_grad:
+                continue
+            state = getattr(parameter, "quant_state", None)
+            nested = getattr(state, "state2", None)
+            for one in (parameter, *(getattr(s, name) for s in (state, nested) if s for name in ("absmax", "offset"))):
+                tensors += [] if one is None else [one]
+    if divided is not None:
+        tensors += divided._pieces
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    buffers = [] if divided is None else divided._buffers
+    shared = [storages.pop(buffer.untyped_storage().data_ptr()) for buffer in buffers]
+    return {"pieces": sum(storages.values()), "buffers": sum(shared)}
+
+
+@pytest.fixture(scope="module")
+def trained(deep_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all runs, which two processes have trained."""
+    folder = tmp_path_factory.mktemp("two")
+    for name, count in (("train", 24), ("valid", 5)):
+        lines = [{"prompt": f"{name}{n}" * (n % 5 + 1), "completion": " " + "ab" * (n % 4 + 1)} for n in range(count)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ended = subprocess.run(
+        [sys.executable, *LAUNCH.split(), __file__, str(folder), str(deep_base)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PEFTKIT_HOME": str(folder / "home")},
+        timeout=900,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return folder
+
+
+def outcome(out: Path) -> dict[str, Any]:
+    """Weights, curves and answers of a run."""
+    weights = {folder: (out / folder / "adapter_model.safetensors").read_bytes() for folder in ("", "best", "last")}
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    timed = ("seconds", "tokens_per_s", "memory_gb")
+    return {
+        "weights": weights,
+        "curves": [{key: value for key, value in line.items() if key not in timed} for line in lines],
+        "samples": json.loads((out / "run.json").read_bytes())["samples"],
+        "moments": (out / "state" / f"step-{STEPS}" / "optimizer.safetensors").read_bytes(),
+    }
+
+
+@pytest.mark.parametrize(("quant", "name"), [(quant, name) for quant, runs in RUNS.items() for name in runs])
+def test_two_processes_give_the_bits_of_two_with_a_whole_base_each(trained: Path, quant: str, name: str) -> None:
+    whole, divided = (outcome(trained / how / quant / name) for how in ("whole", "divided"))
+    assert whole == divided
+    assert len(whole["curves"]) == STEPS + 1
+
+
+def test_a_run_on_a_whole_base_is_resumed_on_a_divided_one(trained: Path) -> None:
+    found = []
+    for out in (trained / "resumed", trained / "whole" / "none" / "lora"):
+        one = outcome(out)  # one of them was evaluated after its first steps too
+        curves = [line for line in one["curves"] if line["event"] == "train"]
+        found.append((one["weights"]["last"], one["moments"], one["samples"], curves))
+    assert found[0] == found[1] and len(found[0][-1]) == STEPS
+
+
+def test_each_process_holds_half_of_the_layers(trained: Path) -> None:
+    for rank in range(2):
+        held = json.loads((trained / f"facts-{rank}.json").read_bytes())["held"]
+        for whole, divided in held.values():
+            padding = 128 * 40 * 5
+            assert whole["pieces"] / 2 <= divided["pieces"] <= (whole["pieces"] + padding) / 2
+            assert divided["buffers"] <= 2 * (whole["pieces"] + padding) / 5
+
+
+def test_a_run_that_would_fit_if_the_base_were_divided_is_told_so(trained: Path) -> None:
+    for rank in range(2):
+        nf4, divided_nf4, none, divided_none = json.loads((trained / f"facts-{rank}.json").read_bytes())["refusals"]
+        assert nf4.endswith("it would with train.shard_base=true") and none.endswith("train.shard_base=true")
+        assert "use a smaller base" in divided_nf4
+        assert divided_none.endswith("it would with quant.kind=nf4")
+
+
+def test_one_process_is_told_that_nothing_is_divided(
+    make_recipe: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "peftkit")
+    summaries = [
+        train_runs(Runs((make_recipe(train={"max_steps": 1, "shard_base": shard}, out=str(tmp_path / str(shard))),)))
+        for shard in (False, True)
+    ]
+    assert [record.message for record in caplog.records if "shard_base" in record.message] == [
+        "train.shard_base: there is one process, so the base stays whole"
+    ]
+    assert summaries[0][0].uid == summaries[1][0].uid
+
+
+def test_runs_on_one_base_agree_on_dividing_it(make_recipe: Any, tmp_path: Path) -> None:
+    one, other = (make_recipe(train={"shard_base": shard}, out=str(tmp_path / str(shard))) for shard in (False, True))
+    with pytest.raises(RecipeError, match=r"train\.shard_base: all runs share one base"):
+        train_runs(Runs((one, other)))
+
+
+if __name__ == "__main__":
+    in_each_process(*(Path(argument) for argument in sys.argv[1:]))
