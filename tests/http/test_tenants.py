@@ -370,6 +370,15 @@ def test_what_is_refused_takes_nothing_of_a_rate(office: Office, limits: dict[st
     assert status() == 429
 
 
+def test_a_prompt_counts_once_however_many_answers_it_has(office: Office) -> None:
+    acme = office.client(office.tenant("acme", tokens_per_minute=24))
+    answer = acme.completions.create(model="tiny", prompt=["abc", "abc"], n=3, max_tokens=1)
+    assert answer.usage is not None and answer.usage.total_tokens == 12
+    assert acme.completions.create(model="tiny", prompt="x" * 11, max_tokens=1).choices
+    with pytest.raises(openai.RateLimitError):
+        acme.completions.create(model="tiny", prompt="x" * 20, max_tokens=1)
+
+
 def test_concurrency_and_queue_are_bounded_for_each_tenant(office: Office) -> None:
     acme, rival = office.client(office.tenant("acme", max_concurrency=2)), office.client(office.tenant("rival"))
     fields: dict[str, Any] = {"prompt": "a", "max_tokens": 1500, "stream": True, "extra_body": {"ignore_eos": True}}

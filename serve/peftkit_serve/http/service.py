@@ -175,7 +175,8 @@ class Service:
         """
         if not self.ready:
             raise errors.unavailable("the server takes no new requests: it is starting or going away")
-        tokens = sum(len(one.prompt) for one in asked)
+        prompts = {id(one.prompt): one.prompt for one in asked}  # which several answers share
+        tokens = sum(map(len, prompts.values()))
         with self.admission.enter(caller.name, caller.limits, answers=len(asked), prompt_tokens=tokens) as visit:
             async with AsyncExitStack() as stack:
                 adapter = model.static
