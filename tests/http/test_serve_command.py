@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,38 @@ def test_ctrl_c_ends_with_code_0_and_a_second_one_waits_for_nobody(base_folder: 
             with pytest.raises(openai.APIError, match="stopped"):
                 list(stream)
         assert process.wait(timeout=20) == 0
+
+
+def test_a_drain_waits_for_who_reads_and_not_for_who_doesnt(base_folder: Path) -> None:
+    # six bytes of the answer for each token of a prompt, which is computed once
+    fields = {"model": "tiny", "prompt": ["\1" * 2040] * 256, "echo": True, "max_tokens": 1}
+    with (
+        running("--base", base_folder, "--port", 0, "--drain-timeout", 600, "--json") as process,
+        ExitStack() as opened,
+    ):
+        assert process.stdout is not None
+        host, port = json.loads(process.stdout.readline())["url"].removeprefix("http://").split(":")
+
+        def ask(*, stream: bool) -> socket.socket:
+            content = json.dumps({**fields, "stream": stream}).encode()
+            connection = opened.enter_context(socket.socket())
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect((host, int(port)))
+            connection.settimeout(200)
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+                b"Content-Length: " + str(len(content)).encode() + b"\r\n\r\n" + content
+            )
+            return connection
+
+        reader, other = ask(stream=False), ask(stream=True)
+        received, _ = reader.recv(1), other.recv(1)
+        process.send_signal(signal.SIGTERM)
+        while block := reader.recv(2**20):
+            received += block
+        assert received.endswith(b"}")
+        assert len(received) > 3 * 10**6, "all of it would fit into the kernel's buffers"
+        assert process.wait(timeout=200) == 0
 
 
 def test_a_port_in_use_is_one_line_and_nothing_starts(

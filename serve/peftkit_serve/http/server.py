@@ -1,5 +1,6 @@
 """The process around the application: one bound socket, signals, and a drain before the end."""
 
+import asyncio
 import errno
 import gc
 import ipaddress
@@ -76,6 +77,10 @@ def serve(app: FastAPI, listener: socket.socket, on_ready: Callable[[], None]) -
         gc.unfreeze()  # what stays frozen is never freed, and libraries complain of it when the process ends
 
 
+_UNREAD_S = 2.0
+"""How long a client may take nothing at all of an answer that is complete, while the server is going away."""
+
+
 class _Server(uvicorn.Server):
     """uvicorn, but a signal drains before the socket is closed, and is not raised again at the end."""
 
@@ -94,6 +99,7 @@ class _Server(uvicorn.Server):
         self._service: Service = app.state.service
         self._on_ready = on_ready
         self._deadline: float | None = None
+        self._unread: dict[BoundedHttp, tuple[int, float]] = {}
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -108,12 +114,40 @@ class _Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         if self._deadline is not None:
-            if not self.server_state.tasks:
+            self._drop_unread()
+            if not self.server_state.tasks and not self._unread:
                 self.should_exit = True
             elif time.monotonic() >= self._deadline:
                 await anyio.to_thread.run_sync(self._service.engine.stop)  # what still runs ends with an error
                 self.should_exit = True
         return await super().on_tick(counter)
+
+    def _drop_unread(self) -> None:
+        """A client that takes nothing is waited for no longer, once the engine has said all that it had to say."""
+        stats, now = self._service.engine.stats(), time.monotonic()
+        busy = stats["requests_running"] or stats["requests_waiting"]
+        waiting = {one: num_bytes for one in self._connections() if (num_bytes := _num_unread(one.transport))}
+        before, self._unread = self._unread, {}
+        for connection, num_bytes in waiting.items():
+            last, since = before.get(connection, (-1, now))
+            self._unread[connection] = (num_bytes, since if num_bytes == last else now)
+            if now - self._unread[connection][1] >= _UNREAD_S and not busy:
+                connection.transport.abort()
+
+    def _connections(self) -> list[BoundedHttp]:
+        return [one for one in self.server_state.connections if isinstance(one, BoundedHttp)]
+
+
+def _num_unread(transport: asyncio.Transport) -> int:
+    """Bytes that a client has not acknowledged, where some of them have found no place in the kernel yet."""
+    num_bytes = transport.get_write_buffer_size()
+    if num_bytes and sys.platform != "win32":
+        import fcntl
+        import termios
+
+        sent = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        num_bytes += int.from_bytes(sent, sys.byteorder)
+    return num_bytes
 
 
 def _allow_connections() -> None:
