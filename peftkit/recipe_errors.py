@@ -135,8 +135,9 @@ def _line(faults: Sequence[_Fault], recipe: type[BaseModel], source: str, overri
     message = _message(faults, recipe, overrides)
     override = next((override for override in overrides if override.holds(dotted)), None)
     if override is None and fault.detail["type"] == "value_error":  # of a whole section: of which key its text tells
-        below = [override for override in overrides if not dotted or override.key.startswith(f"{dotted}.")]
-        override = next((each for each in below if each.key.rpartition(".")[2] in message), None)
+        within = f"{dotted}." if dotted else ""
+        below = [each for each in overrides if each.key.startswith(within)]
+        override = next((each for each in below if each.key.removeprefix(within) in message.split()), None)
     where = source if override is None else override.shown
     if dotted and (override is None or dotted not in (override.key, override.made)):
         where += f": {dotted}"

@@ -68,7 +68,13 @@ def choose(adapter: str | None, base: str | None, quant: "Quant | None") -> Chos
     from peftkit.artifact import read_adapter
     from peftkit.base import resolve_base
 
-    artifact = None if adapter is None else read_adapter(resources.find(adapter))
+    folder = None if adapter is None else resources.find(adapter)
+    if folder is not None and (folder / "run.json").exists() and not (folder / "peftkit.json").exists():
+        raise InputError(
+            f"{adapter}: the run in it hasn't exported its adapter yet: go on with peftkit train … --resume",
+            field="adapter",
+        )
+    artifact = None if folder is None else read_adapter(folder)
     trained_on: Quant = artifact.record.get("quant", "none") if artifact else "none"
     return Chosen(resolve_base(base or base_named_by(artifact)), quant or trained_on, artifact)
 

@@ -106,7 +106,10 @@ def _encode_chat(row: ChatRow, tokenizer: PreTrainedTokenizerBase, max_length: i
     answers = [i for i, turn in enumerate(messages) if turn["role"] == "assistant"]
     chosen = [i for i in (answers[-1:] if turns == "last" else answers) if i not in row.untrained]
     if not chosen:
-        raise DataError(f"{row.where}: messages: the last turn isn't to be trained, and no other is")
+        raise DataError(
+            f"{row.where}: messages: the last answer says that it isn't to be trained, and by turns last no other is: "
+            "set data.turns to all, or leave the row out"
+        )
     first = 1 if messages[0]["role"] == "system" else 0
     starts = [first, *(i for i, turn in enumerate(messages) if i > first and turn["role"] == "user")]
     length = 0

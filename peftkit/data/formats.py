@@ -167,13 +167,16 @@ def _detect(fields: dict[str, Any], where: str) -> Format:
     if "text" in fields:
         return "text"
     known = [name for names in _FIELDS.values() for name in names]
-    there = ", ".join(f"'{key}'" for key in fields) or "no fields"
     meant = ((key, did_you_mean(key, known, likeness=0.7)) for key in fields)
     near = next((f" ('{key}'{hint})" for key, hint in meant if hint), "")
     raise DataError(
-        f"{where}: the row has neither prompt and completion nor messages, instruction and output, or text{near}: "
-        f"it has {there}; rename what is meant"
+        f"{where}: the row has neither prompt and completion nor messages, instruction and output, or text{near}"
+        f"{_there(fields)}; rename what is meant"
     )
+
+
+def _there(fields: dict[str, Any]) -> str:
+    return f": the row has {', '.join(map(repr, fields)) or 'no fields'}"
 
 
 def _text(fields: dict[str, Any], field: str, where: str, default: str | None = None) -> str:
@@ -181,7 +184,8 @@ def _text(fields: dict[str, Any], field: str, where: str, default: str | None = 
         return default
     if field not in fields:
         known = {name for names in _FIELDS.values() for name in names}
-        raise DataError(f"{where}: {field} is missing{did_you_mean(field, set(fields) - known)}")
+        near = did_you_mean(field, set(fields) - known)
+        raise DataError(f"{where}: {field} is missing{near or _there(fields)}")
     value = fields[field]
     if not isinstance(value, str):
         raise DataError(f"{where}: {field} must be text, not {kind_of(value)}")
@@ -222,7 +226,7 @@ def _instruction_row(fields: dict[str, Any], where: str) -> InstructionRow:
 
 def _chat_row(fields: dict[str, Any], where: str) -> ChatRow:
     if "messages" not in fields:
-        raise DataError(f"{where}: messages is missing{did_you_mean('messages', fields)}")
+        raise DataError(f"{where}: messages is missing{did_you_mean('messages', fields) or _there(fields)}")
     messages = _json_value(fields["messages"], "messages", where)
     tools = _json_value(fields.get("tools"), "tools", where)
     untrained: list[int] = []

@@ -30,6 +30,7 @@ Located = tuple[str, dict[str, Any]]
 """Where a row stands, for messages, and its fields."""
 _READ_BYTES = 2**20
 _MAX_FIELD = 2**31 - 1
+_OTHER_KINDS = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".xlsx", ".xls", ".arrow", ".pkl", ".db")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -70,6 +71,8 @@ def open_source(name: str | Path, *, streaming: bool = False, shown: str | None 
         raise DataError(f"{typed}: a file has no splits: leave out '#{split}'")
     if not path.exists():
         raise DataError(_no_such_file(path, typed))
+    if path.suffix.lower() in _OTHER_KINDS:
+        raise DataError(f"{typed}: {path.suffix} files aren't read: unpack it, or write it as JSONL, CSV or Parquet")
     read = _READERS.get(path.suffix.lower(), _jsonl)
 
     def rows(start: int) -> Iterator[Located]:

@@ -126,6 +126,7 @@ def test_quantisation_is_the_adapters_unless_said(tiny_base: Path, tmp_path: Pat
         ([], "name an adapter with --adapter, or a base with --base"),
         (["--base", "BASE", "--metric", "acuracy"], "did you mean 'accuracy'?"),
         (["--adapter", "nowhere"], "there is no adapter folder nowhere"),
+        (["--adapter", "RUN"], "the run in it hasn't exported its adapter yet: go on with peftkit train … --resume"),
         (["--base", "BASE", "--data", "DATA"], "rows.jsonl:2: broken JSON"),
     ],
 )
@@ -134,8 +135,10 @@ def test_bad_input_is_one_line(
 ) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": \n')
-    given = [{"BASE": str(tiny_base), "DATA": str(data)}.get(option, option) for option in options]
-    code, out, err = answer(capsys, "eval", "--data", data, *given)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").touch()
+    places = {"BASE": str(tiny_base), "DATA": str(data), "RUN": str(tmp_path / "run")}
+    code, out, err = answer(capsys, "eval", "--data", data, *(places.get(option, option) for option in options))
     assert (code, out) == (2, "") and fault in err and len(err.splitlines()) == 1
 
 

@@ -81,6 +81,7 @@ USER = {"role": "user", "content": "a"}
         ([GOOD, '{"prompt": "a", "completion": '], ":2: broken JSON at column 31: Expecting value"),
         ([GOOD, "", "[1]"], ":3: a row is a JSON object, not a list"),
         ([GOOD, {"prompt": "a"}], ":2: completion is missing"),
+        ([GOOD, {"prompt": "a", "label": "b"}], ":2: completion is missing: the row has 'prompt', 'label'"),
         ([GOOD, {"prompt": "a", "compeltion": "b"}], ":2: completion is missing; did you mean 'compeltion'?"),
         ([GOOD, {"prompt": "a", "completion": ""}], ":2: completion is empty"),
         ([GOOD, {"prompt": "a", "completion": " \n"}], ":2: completion is empty"),
@@ -91,7 +92,7 @@ USER = {"role": "user", "content": "a"}
         (["[" * 100_000], ":1: JSON nested too deep"),
         ([{"promt": "a", "label": "b"}], ":1: the row has neither prompt and completion nor messages, instruction and"),
         ([{"question": "a", "answer": "b"}], ":1: the row has neither prompt and completion nor messages, instruction "
-            "and output, or text: it has 'question', 'answer'; rename what is meant"),
+            "and output, or text: the row has 'question', 'answer'; rename what is meant"),
         ([{"prompt": "a", "completion": "b", "messages": []}], ":1: the row has both messages and completion"),
         ([{"messages": []}], ":1: messages: must be a list of at least one message"),
         ([{"messages": [{"role": "usr", "content": "a"}]}], ":1: messages[0].role: 'usr'; did you mean 'user'?"),

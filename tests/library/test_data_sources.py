@@ -264,6 +264,9 @@ def test_which_turns_are_trained_is_chosen_for_all_rows_and_for_each_message(
     assert trained("last") == trained("all", train=False) == trained("all", weight=0) == "two<|im_end|>"
     whole, _ = texts(tmp_path / "a.jsonl", tokenizer)[0]
     assert "one<|im_end|>" in whole
+    path = write_jsonl(tmp_path / "b.jsonl", [{"messages": [*CHAT[:3], {**CHAT[3], "train": False}]}])
+    with pytest.raises(DataError, match=r"b.jsonl:1: .* by turns last no other is: set data.turns to all"):
+        texts(path, tokenizer, turns="last")
 
 
 @pytest.mark.parametrize(
@@ -309,6 +312,7 @@ def test_a_bad_row_of_the_other_formats_is_named(row: dict[str, Any], message: s
         ("a.csv", b"prompt,completion\na,\xff\n", ": not UTF-8 text"),
         ("a.csv", b"prompt,completoin\na,b\n", ":2: completion is missing; did you mean 'completoin'?"),
         ("a.parquet", b"no table", ": not a Parquet file that can be read"),
+        ("a.jsonl.gz", b"\x1f\x8b", ": .gz files aren't read: unpack it, or write it as JSONL, CSV or Parquet"),
         ("a.txt", b"\xff", ": not UTF-8 text"),
         ("a.txt", b" \n", ": no rows: the file is empty"),
         ("a.jsonl", b'{"prompt": "a\\ud83d"}', ":1: prompt holds half of a surrogate pair, \\ud83d at character 2, "),

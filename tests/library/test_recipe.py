@@ -207,6 +207,7 @@ def test_overrides_take_yaml_values_and_come_before_the_file(tmp_path: Path) -> 
         ("train.epochs=many", "'train.epochs=many': should be a valid integer, not \"many\""),
         ("data.packing=1", "'data.packing=1': should be 'auto' or a valid boolean, not 1"),
         ("optim.betas=[0.9, 2]", "'optim.betas=[0.9, 2]': betas must lie between 0 and 1, not [0.9, 2.0]"),
+        ("eval.metric=accuracy", "'eval.metric=accuracy': eval.metric accuracy needs data.valid"),
         ("optim.lr", "'optim.lr': write it as key.path=value, as in optim.lr=1e-3"),
         ("optim..lr=1", "'optim..lr=1': write it as key.path=value"),
         ("base.name=x", "'base.name=x': base is \"b\", not a section"),
@@ -229,6 +230,8 @@ def test_a_method_of_another_kind_leaves_no_key_of_the_first(tmp_path: Path) -> 
 
 def test_a_fault_of_the_file_is_not_laid_to_an_override(tmp_path: Path) -> None:
     assert refusal(tmp_path, "optm: {lr: 1}\ndata: {train: x}", "optim.lr=1").startswith("recipe.yaml: optm: unknown")
+    metric = "eval: {metric: accuracy}\ndata: {train: x}"  # whose message speaks of held-out rows
+    assert refusal(tmp_path, metric, "out=o").startswith("recipe.yaml: eval.metric accuracy needs data.valid")
 
 
 def test_what_other_trainers_call_a_setting_leads_to_a_key_that_is_there() -> None:
