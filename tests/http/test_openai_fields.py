@@ -195,6 +195,36 @@ def test_tools_calls_and_results_reach_the_adapters_own_template(
         assert num_prompt_tokens(tools=tools) == len("[tool sum]") + len(text) + 4
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_stop_string_holds_back_comes_at_the_end_with_its_tokens(client: openai.OpenAI, stream: bool) -> None:
+    fields: dict[str, Any] = {"model": "blue", "messages": HELLO, "max_tokens": 40, "temperature": 2, "n": 2, "seed": 9}
+    fields |= {"logprobs": True, "top_logprobs": 0, "logit_bias": {str(token): 100 for token in b"abcdef"}, **LONG}
+
+    def ask(stop: list[str] | None) -> list[tuple[str, str, int]]:
+        """Of each answer: text, why it ended, and its tokens."""
+        texts, reasons, tokens = ["", ""], ["", ""], [0, 0]
+        if stream:
+            for chunk in client.chat.completions.create(**fields, stop=stop, stream=True):
+                choice = chunk.choices[0]
+                texts[choice.index] += choice.delta.content or ""
+                reasons[choice.index] = choice.finish_reason or ""
+                tokens[choice.index] += len(choice.logprobs.content or []) if choice.logprobs else 0
+        else:
+            for choice in client.chat.completions.create(**fields, stop=stop).choices:
+                texts[choice.index], reasons[choice.index] = choice.message.content or "", choice.finish_reason
+                tokens[choice.index] = len(choice.logprobs.content or []) if choice.logprobs else 0
+        return list(zip(texts, reasons, tokens, strict=True))
+
+    free = ask(None)
+    assert [len(text) for text, _, _ in free] == [40, 40]
+    # each is begun where an answer ends, and never complete
+    assert ask([text[-length:] + "!" for text, _, _ in free for length in (1, 17, 40)]) == free
+    stop = free[0][0][20:28]
+    cut = ask([free[0][0][12:28] + "!", stop])
+    assert cut[0] == (free[0][0][: free[0][0].find(stop)], "stop", free[0][0].find(stop) + len(stop))
+    assert cut[1] == (free[1] if stop not in free[1][0] else cut[1])
+
+
 def test_penalties_and_repetition_change_the_answer(client: openai.OpenAI) -> None:
     fields: dict[str, Any] = {"model": "tiny", "prompt": "a", "max_tokens": 30, "temperature": 0}
     bias = {"113": 30}

@@ -96,6 +96,8 @@ def test_a_chat_field_that_would_change_the_answer_is_refused_by_name(server: An
         ("repetition_penalty", 0),
         ("logit_bias", {"5": 101}),
         ("logit_bias", {"x": 1}),
+        ("logit_bias", {"05": 1}),
+        ("logit_bias", {str(token): 0 for token in range(1025)}),
         ("logit_bias", {"260": 1}),
         ("logit_bias", [5]),
         ("logprobs", 21),

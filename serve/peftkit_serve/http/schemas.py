@@ -30,6 +30,8 @@ MAX_N = 128
 """Most answers to one prompt."""
 MAX_STOP = 1024
 """Most characters of a stop string."""
+MAX_BIASES = 1024
+"""Most tokens with a bias: each is work in every step, which other requests wait for. OpenAI takes 300."""
 
 
 def only(*values: object) -> AfterValidator:
@@ -58,7 +60,7 @@ def _said(message: str) -> WrapValidator:
 
 
 StopText = Annotated[str, Field(max_length=MAX_STOP)]
-TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 
 
 def _wrong(field: str, message: str) -> PydanticCustomError:
@@ -131,8 +133,10 @@ class Sampling(Body):
     """Makes tokens less likely for each time that they were generated before."""
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = 1
     """Above 1, makes tokens of the prompt and of the answer less likely, as transformers does it."""
-    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    """Token id → what is added to its logit."""
+    logit_bias: (
+        Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None
+    ) = None
+    """Token id → what is added to its logit; at most 1024 tokens."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = 0
     """Among a tenant's own waiting requests the highest comes first."""
 
