@@ -216,7 +216,7 @@ class DecodeInputs:
         tables, table_NM = self._tables, self._table_NM
         for row, chunk in enumerate(chunks):
             table = chunk.block_table
-            if tables[row] != table:
+            if tables[row] is not table:  # a request's is the same object until a page is added
                 tables[row] = table
                 table_NM[row, : len(table)] = table[: table_NM.shape[1]]
         for row in range(len(chunks), num_rows):

@@ -1,13 +1,14 @@
 """What scheduler and runner say to each other: plain frozen data, so that a plan can be asserted in a test.
 
-The scheduler answers `schedule() -> StepPlan`; the runner turns it into tensors and answers `StepResult`.
+The scheduler answers `schedule() -> StepPlan`; the runner turns it into tensors and answers `StepResult`. What there is
+of every request in every step is a named tuple, which is made in a third of a frozen dataclass's time.
 Prefill and decode are one thing: a chunk of tokens whose keys and values are still to be computed.
 
 A step may be planned before the tokens that the step before it draws are known: see `UNKNOWN`.
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from peftkit_serve.request import SamplingParams, TokenLogprobs
 
@@ -32,8 +33,7 @@ class Constraint(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(NamedTuple):
     """Draw one token after a chunk's last position."""
 
     params: SamplingParams
@@ -46,8 +46,7 @@ class Sample:
     constraint: Constraint | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """One request's share of a step."""
 
     request_id: str

@@ -326,7 +326,7 @@ class Runner:
         steps.append(self._scratch_chunks([min(self._max_tokens, 256) // crowd] * crowd, range(crowd)))
         for chunks, extras in product(steps, (_BARE, _LORA, _ALL)):
             if extras is _BARE:
-                chunks = [replace(chunk, slot=-1) for chunk in chunks]
+                chunks = [chunk._replace(slot=-1) for chunk in chunks]
             batch, draws = self._inputs.lay_out(chunks, self._last_token_R, [-1] * len(chunks))
             sample(self._logits(replace(batch, extras=extras)), *draws)
         self._copy_pages(((self._scratch_page, self._scratch_page),))
@@ -336,7 +336,7 @@ class Runner:
         """As many tokens and requests as a step can have, with all that adapters can have, and all that is drawn by."""
         others = self._max_requests - 1
         chunks = self._scratch_chunks([self._max_tokens - others, *[1] * others])
-        chunks = [replace(chunk, sample=_REPORTED) for chunk in chunks]
+        chunks = [chunk._replace(sample=_REPORTED) for chunk in chunks]
         _draw(self._logits(replace(self._batch(chunks), extras=_ALL)), chunks)
 
     def _scratch_chunks(self, num_tokens: Sequence[int], slots: Iterable[int] | None = None) -> list[Chunk]:

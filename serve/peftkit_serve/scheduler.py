@@ -223,28 +223,22 @@ class Scheduler:
             self._admit(budget, chunks, copies)
         return StepPlan(tuple(chunks), tuple(copies))
 
-    def update(self, plan: StepPlan, result: StepResult) -> list[Sequence]:
-        """Books what a step computed. Returns the sequences that drew a token: it is the last of their `token_ids`.
+    def update(self, sequence: Sequence, chunk: Chunk, result: StepResult) -> bool:
+        """Books a sequence's share of a step, in the order of steps; whether it drew a token, the last of `token_ids`.
 
-        Steps are booked in the order of their plans. One whose draw is -1 is left as it is, for the caller to end; what
-        was computed of sequences that have ended meanwhile is dropped.
+        One whose draw is -1 is left as it is, for the caller to end.
         """
-        drawn: list[Sequence] = []
-        for chunk in plan.chunks:
-            sequence = self.of(chunk)
-            if sequence is None:
-                continue
-            sequence.num_ahead -= chunk.sample is not None
-            self._name_pages(sequence, chunk)
-            known = min(chunk.start - chunk.num_virtual + len(chunk.token_ids), sequence.num_prompt)
-            num_new, sequence.num_charged = known - sequence.num_charged, max(known, sequence.num_charged)
-            if chunk.sample is not None and (token_id := result.tokens[chunk.request_id]) >= 0:
-                sequence.token_ids.append(token_id)
-                drawn.append(sequence)
-                self._policy.served(sequence, max(0, num_new), 1)
-            elif num_new > 0:
-                self._policy.served(sequence, num_new, 0)
-        return drawn
+        token_id = -1 if chunk.sample is None else result.tokens[chunk.request_id]
+        sequence.num_ahead -= chunk.sample is not None
+        self._name_pages(sequence, chunk)
+        known = min(chunk.start - chunk.num_virtual + len(chunk.token_ids), sequence.num_prompt)
+        num_new = max(0, known - sequence.num_charged)
+        sequence.num_charged += num_new
+        if token_id >= 0:
+            sequence.token_ids.append(token_id)
+        if num_new or token_id >= 0:
+            self._policy.served(sequence, num_new, int(token_id >= 0))
+        return token_id >= 0
 
     def take_rejected(self) -> list[tuple[Sequence, AdapterError]]:
         """Sequences that `schedule` found can't run, because their adapter can't. The caller ends them."""
@@ -285,6 +279,8 @@ class Scheduler:
     def _grow(self, sequence: Sequence, position: int) -> bool:
         """Takes the pages that a running sequence's known tokens need; False when it had to be preempted itself."""
         num_missing = pages_for(sequence.num_positions) - len(sequence.table)
+        if num_missing <= 0:  # in most steps
+            return True
         while self._pages.num_free < num_missing:
             if self._adapters.reclaim(num_missing - self._pages.num_free, None):
                 continue
@@ -292,7 +288,7 @@ class Scheduler:
             self._preempt(victim)
             if victim is sequence:
                 return False
-        sequence.table += self._pages.take(num_missing)
+        sequence.table += tuple(self._pages.take(num_missing))
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -305,7 +301,7 @@ class Scheduler:
     def _vacate(self, sequence: Sequence) -> None:
         self._pages.release(sequence.table)
         self._have_come(sequence.coming)
-        sequence.table, sequence.coming = [], []
+        sequence.table, sequence.coming = (), []
         sequence.num_computed = 0
         if sequence.num_scored < sequence.num_prompt - 1:  # the chunks of the next attempt may be cut elsewhere
             sequence.num_scored = 0
@@ -379,7 +375,8 @@ class Scheduler:
             return outcome
         assert residence.prefix.num_tokens == sequence.num_virtual
         sequence.residence = residence
-        sequence.table, to_copy = self._pages.fork(residence.prefix, sequence.num_positions, found)
+        table, to_copy = self._pages.fork(residence.prefix, sequence.num_positions, found)
+        sequence.table = tuple(table)
         copies.extend(to_copy)
         if found:
             sequence.num_computed = PAGE_TOKENS * (sequence.first_page + len(found)) - sequence.num_virtual
@@ -435,7 +432,7 @@ class Scheduler:
         """Pages that a step has filled are found by what they hold, if the sequence still has them."""
         first, end = max(chunk.start // PAGE_TOKENS, sequence.first_page), chunk.start + len(chunk.token_ids)
         last = end // PAGE_TOKENS
-        if not self._prefix_cache or first >= last or tuple(sequence.table[:last]) != chunk.block_table[:last]:
+        if not self._prefix_cache or first >= last or sequence.table[:last] != chunk.block_table[:last]:
             return
         keys = sequence.page_keys(end - sequence.num_virtual)
         for number in range(first, last):

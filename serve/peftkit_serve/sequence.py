@@ -48,7 +48,8 @@ class Sequence:
     """Later arrivals that were admitted while its adapter was not ready."""
     first_passed: int = -1
     """The step whose turn it missed first because of that; -1 for none."""
-    table: list[int] = field(default_factory=list[int])
+    table: tuple[int, ...] = ()
+    """Its pages in order of position; the same object until one is added, so that its chunks share it."""
     residence: Residence | None = None
     """Set while running."""
     coming: list[bytes] = field(default_factory=list[bytes])
@@ -105,7 +106,7 @@ class Sequence:
             request_id=self.request_id,
             token_ids=(*known, *(UNKNOWN,) * (num_tokens - len(known))),
             start=self.num_virtual + start,
-            block_table=tuple(self.table),
+            block_table=self.table,
             slot=self.residence.slot,
             num_virtual=self.num_virtual,
             sample=self._sample() if end == self.num_tokens else None,

@@ -324,7 +324,10 @@ class Bench:
 
     def book(self, plan: StepPlan) -> None:
         result = StepResult({chunk.request_id: 7 for chunk in plan.chunks if chunk.sample})
-        for sequence in self.scheduler.update(plan, result):
+        for chunk in plan.chunks:
+            sequence = self.scheduler.of(chunk)
+            if sequence is None or not self.scheduler.update(sequence, chunk, result):
+                continue
             if sequence.num_generated == sequence.params.max_tokens:
                 self.scheduler.finish(sequence.request_id)
                 self.done.append(sequence.request_id)

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +163,7 @@ def test_a_vocabulary_of_256k_has_the_same_logits_and_is_drawn_from_whole(
     chunks = [stepper.chunk(str(n), prompt, 0) for n, prompt in enumerate(prompts)]
     exact = torch.stack([hf_logits(model, prompt)[-1] for prompt in prompts])
     torch.testing.assert_close(stepper.logits(chunks), exact, atol=1e-4, rtol=0)
-    greedy = [replace(one, sample=Sample(SamplingParams(temperature=0.0), 0, 0)) for one in chunks]
+    greedy = [one._replace(sample=Sample(SamplingParams(temperature=0.0), 0, 0)) for one in chunks]
     assert list(stepper.runner.run(StepPlan(tuple(greedy))).tokens.values()) == exact.argmax(1).tolist()
 
 

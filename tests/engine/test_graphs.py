@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,8 +152,8 @@ def test_what_has_prompts_scores_or_ends_is_no_step_for_a_graph(make_steps: Call
     extras = make_steps().runner.memory.extras
     single = Chunk("a", (1,), 0, (0,), -1, 0, None)
     assert graphs.takes([single], extras) and graphs.takes([single], extras._replace(bottlenecks=True, head_lora=True))
-    assert not graphs.takes([single, replace(single, token_ids=(1, 2))], extras)
-    assert not graphs.takes([replace(single, targets=(3,))], extras)
+    assert not graphs.takes([single, single._replace(token_ids=(1, 2))], extras)
+    assert not graphs.takes([single._replace(targets=(3,))], extras)
     assert not graphs.takes([single], extras._replace(ends=True))
 
 
