@@ -42,8 +42,7 @@ _OWN = (CONFIG_FILE, TENSOR_FILE, RECORD_FILE, RUN, METRICS, REPORT, TENSORBOARD
 
 
 def check(out: Path, *, resume: bool, overwrite: bool) -> None:
-    """Raises InputError when `out` holds a run or an adapter already and neither flag says what to do with it, and what
-    `check_writable` does."""
+    """Raises InputError when `out` holds a run or an adapter already and neither flag says what to do with it."""
     if resume and overwrite:
         raise InputError("--resume goes on with a run and --overwrite removes it: give one of the two")
     if out.exists() and not out.is_dir():
@@ -54,7 +53,6 @@ def check(out: Path, *, resume: bool, overwrite: bool) -> None:
             "out=FOLDER puts this one elsewhere",
             field="out",
         )
-    check_writable(out)
 
 
 def check_writable(out: Path, *, field: str = "out") -> None:

@@ -192,8 +192,11 @@ def load(recipes: Sequence[Recipe]) -> tuple[Resident, list[Rows]]:
     return Resident(accelerator, base, model, tokenizer), rows
 
 
-def adapt(resident: Resident, recipe: Recipe, rows: Rows) -> Prepared:
-    """Attaches a run's adapters to a bare resident base and seeds the generators. Raises RecipeError, InputError."""
+def adapt(resident: Resident, recipe: Recipe, rows: Rows, *, prefix: str = "") -> Prepared:
+    """Attaches a run's adapters to a bare resident base and seeds the generators. Raises RecipeError, InputError.
+
+    `prefix` begins each line that is logged: which of several runs it is about.
+    """
     model = resident.model
     attend_by_bounds(model)
     set_seed(recipe.train.seed, device_specific=True)
@@ -206,7 +209,7 @@ def adapt(resident: Resident, recipe: Recipe, rows: Rows) -> Prepared:
             raise RecipeError(f"{where}.{error}", field=f"{where}.{error.field}") from error
     assert any(parameter.requires_grad for parameter in model.parameters()), "an adapter has trainable parameters"
     _check_context(model, recipe, rows)
-    packed = _packing(model, recipe)
+    packed = _packing(model, recipe, prefix)
     if resident.accelerator.device.type == "cuda":
         fuse(model)
     model.train()
@@ -282,7 +285,7 @@ def _examples(
     return examples, read_examples(rows, tokenizer, limit=recipe.log.samples, **asked)
 
 
-def _packing(model: PreTrainedModel, recipe: Recipe) -> bool:
+def _packing(model: PreTrainedModel, recipe: Recipe, prefix: str) -> bool:
     """Whether rows are packed. Raises RecipeError where the recipe asks for it and the model can't keep rows apart."""
     if recipe.data.packing is False:
         return False
@@ -290,7 +293,7 @@ def _packing(model: PreTrainedModel, recipe: Recipe) -> bool:
     if reason and recipe.data.packing is True:
         raise RecipeError(f"data.packing: {reason}; set it to false to pad rows instead", field="data.packing")
     if reason:
-        logger.info("data.packing: rows are padded: %s", reason)
+        logger.info("%sdata.packing: rows are padded: %s", prefix, reason)
     return reason is None
 
 

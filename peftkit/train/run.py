@@ -29,6 +29,7 @@ from peftkit.train.folder import (
     check,
     check_room,
     check_wandb,
+    check_writable,
     claim,
     machine,
     without_own,
@@ -121,40 +122,45 @@ def train_runs(
     begins.
     """
     with ExitStack() as held:
-        if os.environ.get("RANK", "0") == "0":  # of several processes the first one writes
+        if _writes():
             for recipe in runs.recipes:
                 held.enter_context(alone(_folder(recipe)))
         return _train_runs(runs, resume=resume, overwrite=overwrite, progress=progress)
 
 
+def _writes() -> bool:
+    """Whether this is the one of several processes that writes, as the launcher says: it isn't asked before."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _train_runs(runs: Runs, *, resume: bool, overwrite: bool, progress: OpenBar | None) -> list[RunSummary]:
     for recipe in runs.recipes:
         check(_folder(recipe), resume=resume, overwrite=overwrite)
+        if _writes():
+            check_writable(_folder(recipe))
         if recipe.log.wandb:
             check_wandb()
     resident, rows = load(runs.recipes)
     resident.accelerator.wait_for_everyone()  # no folder is claimed while another process looks into it
     summaries: dict[int, RunSummary] = {}
-    first, several = True, len(runs.recipes) > 1
+    first = True
+    prefixes = [f"{recipe.out}: " if len(runs.recipes) > 1 else "" for recipe in runs.recipes]
     while len(summaries) < len(runs.recipes):
         for index, recipe in enumerate(runs.recipes):
             if index in summaries:
                 continue
-            if several:
-                logger.info("%s: run %d of %d", recipe.out, index + 1, len(runs.recipes))
             try:
-                prepared = adapt(resident, recipe, rows[index])
+                prepared = adapt(resident, recipe, rows[index], prefix=prefixes[index])
                 summary = _turn(
                     prepared,
                     runs.turn_steps,
                     resume=resume or not first,
                     overwrite=overwrite and first,
                     progress=progress,
-                    prefix=f"{recipe.out}: " if several else "",
+                    prefix=prefixes[index],
                 )
             except PeftkitError as error:
-                if several:
-                    error.args = (f"{recipe.out}: {error}",)
+                error.args = (f"{prefixes[index]}{error}",)
                 raise
             finally:
                 detach(resident.model)
@@ -179,7 +185,8 @@ def _turn(
     else:
         check_export(prepared)
         check_fits(prepared)
-        check_room(out, disk_bytes(num_trainable(prepared.model)), overwrite=overwrite)
+        if is_main:
+            check_room(out, disk_bytes(num_trainable(prepared.model)), overwrite=overwrite)
     before = _answers(prepared) if checkpoint is None else _answers_before(out)
     prepared.accelerator.wait_for_everyone()
     facts = {**record, **base_record(prepared.model), "machine": machine(prepared.accelerator)}
