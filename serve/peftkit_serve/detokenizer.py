@@ -55,7 +55,7 @@ class Detokenizer:
         if unfinished and len(self._ids) - self._new < _MOST_UNFINISHED:
             return ""
         self._take(window, unfinished)
-        return self._release(max((one.length for one in self._stop), default=0))
+        return self._release(max(one.length for one in self._stop) if self._stop else 0)
 
     def flush(self) -> str:
         """Ends the text and returns what was held back, up to a stop string if that completes one."""
@@ -74,7 +74,10 @@ class Detokenizer:
 
     def _append(self, piece: str) -> None:
         """Adds to the text, up to the stop string that is complete first."""
-        for number, character in enumerate(piece if self._stop else "", 1):
+        if not self._stop:
+            self._text += piece
+            return
+        for number, character in enumerate(piece, 1):
             found = [len(one.stop) for one in self._stop if one.follow(character)]
             if found:
                 self.stopped = True

@@ -1,13 +1,10 @@
 """What single tokens are: their text, their bytes, and where each begins in the text that they make together."""
 
-import re
-
 from tokenizers import Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 REPLACEMENT = "\ufffd"
 """What a decoder writes for bytes that are no character, or not one yet."""
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BYTES = {symbol: byte for byte, symbol in bytes_to_unicode().items()}
 """The byte of each symbol in a byte-level vocabulary (GPT-2's)."""
 
@@ -18,6 +15,8 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        named = {tokenizer.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
+        self._byte_of = {id: byte for id, byte in named.items() if id is not None}
 
     def text(self, ids: list[int], *, special: bool = False) -> str:
         """Ids as text, with special tokens or without."""
@@ -29,7 +28,7 @@ class Vocabulary:
 
     def is_byte(self, id: int) -> bool:
         """Whether a token is one of those that are decoded in runs."""
-        return _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(id) or "") is not None
+        return id in self._byte_of
 
     def word(self, id: int) -> str:
         """A token by itself as text, a special one too; part of a character is U+FFFD."""
@@ -39,9 +38,9 @@ class Vocabulary:
 
     def bytes(self, id: int) -> list[int] | None:
         """A token's bytes, those of a part of a character too; None where its tokenizer doesn't say them."""
+        if id in self._byte_of:
+            return [self._byte_of[id]]
         word, piece = self.word(id), self._tokenizer.id_to_token(id) or ""
-        if byte := _BYTE_TOKEN.fullmatch(piece):
-            return [int(byte[1], 16)]
         if REPLACEMENT not in word:
             return list(word.encode())
         if not all(symbol in _BYTES for symbol in piece):
@@ -53,7 +52,7 @@ class Vocabulary:
 class Places:
     """Where each of a text's tokens begins in it. A token that goes on with a character begins where that does."""
 
-    _LONG, _LONGEST, _KEPT = 64, 512, 8
+    _LONG, _LONGEST, _KEPT = 24, 512, 8
 
     def __init__(self, vocabulary: Vocabulary, start: int = 0, *, special: bool = False) -> None:
         """

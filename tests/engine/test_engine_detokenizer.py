@@ -293,7 +293,7 @@ def test_places_cost_the_same_however_long_the_text() -> None:
         places = Places(vocabulary)
         for token_id in byte_ids(TOKENIZERS[kind], text) * 3000:
             places.next(token_id)
-        assert vocabulary.num_decoded < 300 * 6000
+        assert vocabulary.num_decoded < 520 * 6000
 
 
 def test_a_tokens_bytes_are_known_where_its_text_is_not() -> None:
