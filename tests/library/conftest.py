@@ -2,11 +2,14 @@
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from peftkit.recipe import Recipe
 
@@ -45,3 +48,13 @@ def make_recipe(tiny_base: Path, tmp_path: Path) -> Callable[..., Recipe]:
         return Recipe.model_validate(content)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def deep_base(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny base with five layers: more than are gathered at a time."""
+    folder = tmp_path_factory.mktemp("deep") / "base"
+    shutil.copytree(tiny_base, folder)
+    torch.manual_seed(1)
+    LlamaForCausalLM(LlamaConfig.from_pretrained(tiny_base, num_hidden_layers=5)).save_pretrained(folder)
+    return folder
