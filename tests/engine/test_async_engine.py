@@ -5,6 +5,7 @@ import random
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,8 +74,10 @@ async def test_concurrent_streams_give_what_solo_runs_give(
         (output,) = engine.generate([request])
         expected.append(output)
     async with running(engine) as async_engine:
-        assert await asyncio.gather(*(last_of(async_engine, request) for request in requests)) == expected
+        outputs = await asyncio.gather(*(last_of(async_engine, request) for request in requests))
         assert async_engine.alive
+    # a client that comes late has several outputs as one
+    assert [replace(one, delta="", started=None) for one in outputs] == [replace(one, delta="") for one in expected]
     assert not async_engine.alive and not async_engine.died
 
 
