@@ -338,7 +338,10 @@ def _apply(content: dict[str, Any], typed: str) -> Override:
     keys = key.split(".")
     if not equals or not all(keys):
         raise RecipeError(f"{shown}: write it as key.path=value, as in optim.lr=1e-3")
-    value = read_yaml(text, shown)
+    try:
+        value = read_yaml(text, shown)
+    except RecipeError as error:
+        raise RecipeError(f"{error}; a value with spaces needs quotes, as in 'method={{kind: lora}}'") from error
     section, made = content, key
     for depth, name in enumerate(keys[:-1], start=1):
         above = ".".join(keys[:depth])

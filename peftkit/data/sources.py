@@ -125,7 +125,13 @@ def _lines(path: Path, name: str) -> Iterator[tuple[int, str]]:
 def _jsonl(path: Path, name: str, start: int) -> Iterator[Located]:
     for number, line in islice(_lines(path, name), start, None):
         where = f"{name}:{number}"
-        yield where, _fields(_parse(line.rstrip("\r\n"), where), where)
+        try:
+            value = _parse(line.rstrip("\r\n"), where)
+        except DataError as error:
+            if path.suffix.lower() in (*_READERS, ".jsonl", ".ndjson"):
+                raise
+            raise DataError(f"{error} (an ending '{path.suffix}' is read as one JSON object a line)") from error
+        yield where, _fields(value, where)
 
 
 def _json(path: Path, name: str, start: int) -> Iterator[Located]:

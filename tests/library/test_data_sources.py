@@ -313,6 +313,7 @@ def test_a_bad_row_of_the_other_formats_is_named(row: dict[str, Any], message: s
         ("a.csv", b"prompt,completoin\na,b\n", ":2: completion is missing; did you mean 'completoin'?"),
         ("a.parquet", b"no table", ": not a Parquet file that can be read"),
         ("a.jsonl.gz", b"\x1f\x8b", ": .gz files aren't read: unpack it, or write it as JSONL, CSV or Parquet"),
+        ("a.yaml", b"base: b", ":1: broken JSON at column 1: Expecting value (an ending '.yaml' is read as one JSON"),
         ("a.txt", b"\xff", ": not UTF-8 text"),
         ("a.txt", b" \n", ": no rows: the file is empty"),
         ("a.jsonl", b'{"prompt": "a\\ud83d"}', ":1: prompt holds half of a surrogate pair, \\ud83d at character 2, "),

@@ -212,6 +212,11 @@ def test_overrides_take_yaml_values_and_come_before_the_file(tmp_path: Path) -> 
         ("optim..lr=1", "'optim..lr=1': write it as key.path=value"),
         ("base.name=x", "'base.name=x': base is \"b\", not a section"),
         ("optim.lr=[1", "'optim.lr=[1': not valid YAML: expected ',' or ']'"),
+        (
+            "method={kind:",
+            "'method={kind:': not valid YAML: expected the node content, but found '<stream end>'; a value "
+            "with spaces needs quotes, as in 'method={kind: lora}'",
+        ),
         ("method.kind=lorra", "'method.kind=lorra': no method 'lorra'; did you mean 'lora'?"),
         ("method=lora", "'method=lora': must be a mapping of keys to values, as in {kind: lora}, not \"lora\""),
     ],
