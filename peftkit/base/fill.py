@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from peftkit.base.folder import stored_tensors
+from peftkit.errors import BaseModelError
 
 
 class Filling:
@@ -18,7 +19,7 @@ class Filling:
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        self._model, self._dtype, self._device = model, dtype, device
+        self._model, self._folder, self._dtype, self._device = model, folder, dtype, device
         self._tensors = stored_tensors(folder)
         self._filled: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         """By the id of a parameter without data: itself, and the one in its place, which tied weights share."""
@@ -43,6 +44,10 @@ class Filling:
             setattr(module, name, self._filled[id(empty)][1])
 
     def _read(self, name: str, empty: nn.Parameter) -> nn.Parameter:
+        if name not in self._tensors:  # the trunk may have been saved alone
+            name = name.removeprefix(f"{self._model.base_model_prefix}.")
+        if name not in self._tensors:
+            raise BaseModelError(f"{self._folder}: tensor {name} is missing, so the base can't be loaded by layers")
         with safe_open(self._tensors[name].file, "pt") as file:
             value = file.get_tensor(name).to(self._device, self._dtype, copy=True)  # else it is the file's own memory
         if not hasattr(empty, "quant_state"):

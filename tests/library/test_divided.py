@@ -5,6 +5,7 @@ Of one process the pieces are whole layers, and all else is as with several: two
 
 import json
 import logging
+import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -244,6 +246,20 @@ def test_a_base_that_is_divided_while_it_is_loaded_is_the_same(
     assert whole.generation_config == divided.generation_config and not divided.training
     assert (whole.dtype, whole.device) == (divided.dtype, divided.device)
     assert not any(parameter.requires_grad for parameter in divided.parameters())
+
+
+def test_a_base_whose_trunk_was_saved_alone_is_divided_too(deep_base: Path, alone: None, tmp_path: Path) -> None:
+    shutil.copytree(deep_base, tmp_path / "base")
+    file = tmp_path / "base" / "model.safetensors"
+    tensors = {name.removeprefix("model."): tensor.clone() for name, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    ids = rows(0).input_ids_BT
+    with torch.no_grad():
+        one, other = (
+            load_base(str(folder), device="cpu", divided=divided)[0](input_ids=ids).logits
+            for folder, divided in ((deep_base, False), (tmp_path / "base", True))
+        )
+    assert torch.equal(one, other)
 
 
 def test_the_estimate_of_a_step_is_that_of_a_whole_base(bare: dict[str, Pair]) -> None:
