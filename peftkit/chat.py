@@ -48,7 +48,7 @@ def chat_template_of(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     """Token ids of a text that is to be continued: one BOS where the tokenizer adds it, never an EOS."""
-    ids = _plain_ids(tokenizer, prompt)
+    ids = _plain_ids(tokenizer, prompt, "prompt")
     bos = tokenizer.bos_token_id
     if not isinstance(bos, int) or ids[:1] == [bos] or tokenizer.encode("a")[:1] != [bos]:
         return ids
@@ -73,7 +73,7 @@ def encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: str, completio
     if together[:num_prompt] == prompt_ids:
         ids = together
     else:
-        ids = prompt_ids + _plain_ids(tokenizer, completion)
+        ids = prompt_ids + _plain_ids(tokenizer, completion, "completion")
     end = end_of_turn(tokenizer)
     return (ids if ids[num_prompt:][-1:] == [end] else [*ids, end]), num_prompt
 
@@ -110,7 +110,7 @@ def render_text(
 
 def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a conversation's text as it stands: the template has written its own special tokens."""
-    return _plain_ids(tokenizer, text)
+    return _plain_ids(tokenizer, text, "messages")
 
 
 def encode_chat(
@@ -277,7 +277,12 @@ def _text(content: object, where: str) -> str:
     return "".join(texts)
 
 
-def _plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def _plain_ids(tokenizer: PreTrainedTokenizerBase, text: str, field: str) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        message = f"{field}: the text holds half of a surrogate pair, which is no character"
+        raise DataError(message, field=field) from None
     return tokenizer.encode(text, add_special_tokens=False)
 
 

@@ -297,6 +297,7 @@ def test_bad_requests_are_refused_by_field_and_leave_no_trace(
         (ask([1], "sentimant"), "model", "did you mean 'sentiment'"),
         (ask([]), "prompt", "empty"),
         (ask(""), "prompt", "empty"),
+        (ask("a\ud800"), "prompt", "surrogate"),
         (ask([1, 260]), "prompt", "260"),
         (ask([-1]), "prompt", "-1"),
         (ask([1] * 160), "prompt", "160"),

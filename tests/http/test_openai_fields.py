@@ -193,6 +193,10 @@ def test_tools_calls_and_results_reach_the_adapters_own_template(
         text = '<system>S<user>Hello<assistant>[call sum {"a": 1}]<tool>3<assistant>'
         assert num_prompt_tokens() == num_prompt_tokens(tools=tools, tool_choice="none") == len(text) + 4
         assert num_prompt_tokens(tools=tools) == len("[tool sum]") + len(text) + 4
+        call["function"]["arguments"] = '{"a": "\\ud800"}'  # JSON in JSON
+        with pytest.raises(openai.BadRequestError, match="surrogate") as caught:
+            num_prompt_tokens()
+        assert caught.value.param == "messages"
 
 
 @pytest.mark.parametrize("stream", [False, True])
