@@ -87,6 +87,11 @@ class AdapterMaker:
         loaded = self._virtual(family, number, uid)
         return loaded.pinned() if self._device.type == "cuda" else loaded
 
+    def lora_bytes(self, family: Family, number: int) -> tuple[int, int]:
+        """Bytes of a LoRA's weights, and what it takes of adapter memory."""
+        template = self._lora(family, number)
+        return sum(layer.weights.nbytes for layer in template.layers), template.nbytes
+
     def write(self, family: Family, number: int, folder: Path) -> Path:
         """A LoRA as an HF PEFT folder."""
         draws = torch.Generator(self._device).manual_seed(number)

@@ -53,6 +53,8 @@ def all_cases(settings: serve.Settings, sizes: Sizes, *, profiled: bool) -> list
     cases.append(_fleet(f"pages mean={sizes.mean_length}", serve_facts.pages_case))
     for family in (RANK_8, MIXED, RANK_16):
         cases.append(_fleet(f"memory {_ranks(family)}", serve_facts.memory_case, family))
+    if sizes.shape != "8b":
+        cases.append(_fleet("memory 8b rank=16", lambda _: serve_facts.packed_case("8b", RANK_16)))
     return cases + (_profiles(sizes) if profiled else [])
 
 

@@ -1,12 +1,17 @@
 """What an engine costs before and beside its speed: start-up, pages' waste, adapters a GiB, cold first tokens."""
 
 import statistics
+import tempfile
 import time
 from pathlib import Path
 
-from peftkit_bench.serve_adapters import MIXED, RANK_16, Family
+import torch
+
+from peftkit_bench.serve_adapters import MIXED, RANK_16, AdapterMaker, Family
 from peftkit_bench.serve_fleet import Fleet, Line
 from peftkit_bench.serve_http_figures import spread
+from peftkit_bench.serve_inputs import SHAPES, write_config
+from peftkit_serve.models.spec import read_spec
 from peftkit_serve.pages import PAGE_TOKENS
 
 _WASTE_GOAL = 0.04
@@ -44,7 +49,7 @@ def pages_case(fleet: Fleet) -> Line:
     means: list[float] = []
     for _ in range(steps):
         fleet.step()
-        held = [live.num_positions for live in fleet.engine._scheduler.running]
+        held = [live.num_virtual + live.num_computed for live in fleet.engine._scheduler.running]
         wastes.append(1 - sum(held) / (PAGE_TOKENS * fleet.engine.stats()["pages_used"]))
         means.append(statistics.mean(held))
     fleet.clear()
@@ -70,15 +75,28 @@ def memory_case(fleet: Fleet, family: Family) -> Line:
     fleet.make_resident(names)
     stats = fleet.engine.stats()
     assert stats["adapters_resident"] == len(names)
-    each, weights = stats["adapter_bytes"] / len(names), fleet.weight_bytes(names) / len(names)
+    return _memory_line(family, fleet.weight_bytes(names) / len(names), stats["adapter_bytes"] / len(names))
+
+
+def packed_case(shape: str, family: Family) -> Line:
+    """The same for a base of another shape in bfloat16, as adapters are packed for it: no device holds them."""
+    with tempfile.TemporaryDirectory() as folder:
+        spec = read_spec(write_config(Path(folder), SHAPES[shape], 8192))
+    maker = AdapterMaker(spec, torch.bfloat16, torch.device("cpu"))
+    sizes = [maker.lora_bytes(family, number) for number in range(len(family.ranks))]
+    weights, device = (statistics.mean(column) for column in zip(*sizes, strict=True))
+    return _memory_line(family, weights, device) | {"shape": shape}
+
+
+def _memory_line(family: Family, weight_bytes: float, device_bytes: float) -> Line:
     return {
         "case": "adapter memory",
         "ranks": list(family.ranks),
         "projections": len(family.projections),
-        "weight_bytes": round(weights),
-        "device_bytes": round(each),
-        "padding": round(1 - weights / each, 4),
-        "per_gib": round((1 << 30) / each, 2),
+        "weight_bytes": round(weight_bytes),
+        "device_bytes": round(device_bytes),
+        "padding": round(1 - weight_bytes / device_bytes, 4),
+        "per_gib": round((1 << 30) / device_bytes, 2),
     }
 
 

@@ -71,7 +71,7 @@ def sizes_of(shape: str, quant: Quant, device: str, num_pages: int | None, secon
         return Sizes(shape, quant, device, num_pages, seconds, repeats=2 if quick else 5)
     return Sizes(
         shape, quant, device, num_pages, seconds, repeats=1 if quick else 2, steps=4, rows=5, prompt=16,
-        long_context=64, mean_length=32, max_requests=8, max_tokens_per_step=64, lengths=(2, 12), replayed=(3, 12),
+        long_context=64, max_requests=8, max_tokens_per_step=64, lengths=(2, 12), replayed=(3, 12),
         replayed_mixed=(2, 6), loaded=4, period_s=min(1.0, seconds / 4),
     )  # fmt: skip
 

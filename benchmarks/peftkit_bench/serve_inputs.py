@@ -43,14 +43,20 @@ SHAPES = {
 }
 
 
-def write_base(folder: Path, shape: Shape, max_positions: int) -> Path:
-    """A base without weights: config and a tokenizer of ASCII characters with a token for every id."""
+def write_config(folder: Path, shape: Shape, max_positions: int) -> Path:
+    """A base's sizes alone."""
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": max_positions,
         "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False, "hidden_act": "silu",
         "attention_bias": False, "mlp_bias": False, "bos_token_id": 1, "eos_token_id": 2, **vars(shape),
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def write_base(folder: Path, shape: Shape, max_positions: int) -> Path:
+    """A base without weights: config and a tokenizer of ASCII characters with a token for every id."""
+    write_config(folder, shape, max_positions)
     # no bytes that are part of a character: each token is a piece of a stream
     alphabet = sorted(filter(str.isascii, pre_tokenizers.ByteLevel.alphabet()))
     words = [*alphabet, *(f"t{number}" for number in range(len(alphabet), shape.vocab_size))]

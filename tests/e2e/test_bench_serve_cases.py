@@ -53,6 +53,10 @@ def test_every_case_of_a_toy_run_has_its_lines_and_rows() -> None:
         memory = of[f"memory {name}"]
         assert memory["per_gib"] == pytest.approx(2**30 / memory["device_bytes"], rel=1e-3)
         assert memory["weight_bytes"] <= memory["device_bytes"]
+    assert of["memory 8b rank=16"]["device_bytes"] == 32 * 16 * 2 * sum(
+        one + other for one, other in [(4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096), *[(4096, 14336)] * 3]
+    )
+    assert of["memory 8b rank=16"]["per_gib"] == 12.8 and of["pages mean=512"]["met"] == {"waste": True}
     table = serve_tables.rows(lines)
     assert {row[0] for row in table} >= {name for name in of if "S2" not in name}
     assert all(len(row) == len(serve_tables.HEADERS) for row in table)
@@ -178,7 +182,7 @@ def test_a_failed_case_is_a_line_and_the_limit_leaves_cases_out() -> None:
 def test_the_command_chooses_cases_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["bench", "serve", "--shape", "toy", "--device", "cpu", "--num-pages", "600", "--quick"]
     assert run_command([*options, "--list", "--only", "memory", "--only", "S5"]) == 0
-    expected = ["S5 churn rows=5", "memory rank=8", "memory rank=64,32,16,8", "memory rank=16"]
+    expected = ["S5 churn rows=5", "memory rank=8", "memory rank=64,32,16,8", "memory rank=16", "memory 8b rank=16"]
     assert capsys.readouterr().out.splitlines() == expected
     assert run_command([*options, "--only", "memory rank=16"]) == 0
     printed = capsys.readouterr().out
