@@ -11,7 +11,9 @@ send from a browser.
 """
 
 import ipaddress
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi import Request
@@ -84,6 +86,17 @@ class Access:
         # an unknown id takes as long as a wrong secret
         good = matches(parsed[1], (key or _NOBODY).salt, (key or _NOBODY).digest)
         return key if good else None
+
+
+async def administrator(request: Request) -> None:
+    """`Access.admin` of the application that is asked, for routes that are written before there is one."""
+    access: Access = request.app.state.access
+    await access.admin(request)
+
+
+def asks_for_key(dependency: Callable[..., Any]) -> bool:
+    """Whether one of FastAPI's dependencies is of this module."""
+    return dependency is administrator or isinstance(getattr(dependency, "__self__", None), Access)
 
 
 def _is_own_page(request: Request) -> bool:

@@ -1,9 +1,9 @@
 """Adapters over HTTP: upload, versions, canaries, rollback and removal; vLLM's two routes beside them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 from starlette.datastructures import UploadFile
@@ -12,7 +12,7 @@ from starlette.formparsers import MultiPartException
 from starlette.responses import PlainTextResponse
 
 from peftkit.errors import AdapterError, InputError
-from peftkit_serve.http.access import Access, bearer
+from peftkit_serve.http.access import administrator, bearer
 from peftkit_serve.http.body import StrictRoute, parse_json
 from peftkit_serve.http.errors import ApiError
 from peftkit_serve.http.management import (
@@ -30,8 +30,7 @@ from peftkit_serve.http.openai import ERRORS
 from peftkit_serve.http.service import Service
 from peftkit_serve.tenants.catalog import NotThere
 from peftkit_serve.tenants.content import MAX_FILES, Arrival
-from peftkit_serve.tenants.database import Database
-from peftkit_serve.tenants.records import SHARED, Adapter, Version
+from peftkit_serve.tenants.records import SHARED
 
 _UPLOAD: dict[str, Any] = {
     "requestBody": {
@@ -63,110 +62,138 @@ _TEXT: dict[int | str, dict[str, Any]] = {
 }
 
 
-def create_router(service: Service, access: Access, database: Database) -> APIRouter:
-    """The administrator's routes for adapters. `?tenant=` says whose; without it they are the shared ones."""
-    guards = [Depends(bearer), Depends(access.admin)]
-    router = APIRouter(prefix="/v1", tags=["Adapters"], responses=ERRORS, route_class=StrictRoute, dependencies=guards)
-    catalog = service.catalog
+router = APIRouter(
+    prefix="/v1",
+    tags=["Adapters"],
+    responses=ERRORS,
+    route_class=StrictRoute,
+    dependencies=[Depends(bearer), Depends(administrator)],
+)
+"""The administrator's routes for adapters. `?tenant=` says whose; without it they are the shared ones."""
 
-    def owner(tenant: str | None) -> str:
-        if tenant is None:
-            return SHARED
-        if tenant not in database.snapshot.tenants:
-            raise ApiError(404, f"there is no tenant {tenant[:128]!r}", param="tenant", code="not_found")
-        return tenant
 
-    def published(adapter: Adapter, version: Version) -> Published:
-        card = VersionCard.of(adapter, version, catalog.shelf)
-        return Published(name=adapter.name, tenant=adapter.tenant, **card.model_dump())
+async def _service(request: Request) -> Service:
+    return request.app.state.service
 
-    def fixed() -> list[AdapterCard]:
-        return [AdapterCard.fixed_one(entry, service.created) for entry in service.static_entries()]
 
-    async def from_path(who: str, name: str, path: str) -> Published:
-        folder = _contained(path, service.settings.adapter_roots)
-        version = await catalog.publish(who, name, lambda arrival: arrival.copy(folder))
-        return published(catalog.owned(who, name), version)
+async def _owner(request: Request, tenant: str | None = None) -> str:
+    return _known(request, tenant)
 
-    @router.post("/adapters", status_code=201, openapi_extra=_UPLOAD)
-    async def add_adapter(request: Request, tenant: str | None = None) -> Published:
-        """A new adapter, or a new version of one, by upload or from a folder under an allowed root.
 
-        `tenant` may stand in the body instead."""
-        if request.headers.get("content-type", "").partition(";")[0].strip() != "multipart/form-data":
-            body = AdapterByPath.model_validate(_object(parse_json(await request.body())))
-            return await from_path(owner(_same(tenant, body.tenant)), body.name, body.path)
-        fields, files = await _form(request)
-        try:
-            who, name = owner(_same(tenant, fields.get("tenant"))), fields["name"]
+TheService = Annotated[Service, Depends(_service)]
+Owner = Annotated[str, Depends(_owner)]
 
-            def fill(arrival: Arrival) -> None:
-                for file in files:
-                    arrival.write(file.filename or "", file.file)
 
-            version = await catalog.publish(who, name, fill)
-        finally:
+@router.post("/adapters", status_code=201, openapi_extra=_UPLOAD)
+async def add_adapter(request: Request, service: TheService, tenant: str | None = None) -> Published:
+    """A new adapter, or a new version of one, by upload or from a folder under an allowed root.
+
+    `tenant` may stand in the body instead."""
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "multipart/form-data":
+        body = AdapterByPath.model_validate(_object(parse_json(await request.body())))
+        return await _from_path(service, _known(request, _same(tenant, body.tenant)), body.name, body.path)
+    fields, files = await _form(request)
+    try:
+        owner, name = _known(request, _same(tenant, fields.get("tenant"))), fields["name"]
+
+        def fill(arrival: Arrival) -> None:
             for file in files:
-                await file.close()
-        return published(catalog.owned(who, name), version)
+                arrival.write(file.filename or "", file.file)
 
-    @router.get("/adapters")
-    async def list_adapters(tenant: str | None = None) -> AdapterList:
-        """Adapters with their versions; among the shared ones those that the server was started with."""
-        cards = [AdapterCard.of(adapter, catalog.shelf) for adapter in catalog.list_owned(owner(tenant))]
-        return AdapterList(data=sorted([*cards, *([] if tenant else fixed())], key=lambda card: card.name))
+        return await _published(service, owner, name, fill)
+    finally:
+        for file in files:
+            await file.close()
 
-    @router.get("/adapters/{name}")
-    async def show_adapter(name: str, tenant: str | None = None) -> AdapterCard:
-        """One adapter with its versions."""
-        if not tenant and (card := next((card for card in fixed() if card.name == name), None)):
-            return card
-        return AdapterCard.of(catalog.owned(owner(tenant), name), catalog.shelf)
 
-    @router.post("/adapters/{name}/aliases")
-    async def set_weights(name: str, body: NewWeights, tenant: str | None = None) -> AdapterCard:
-        """Sends shares of a name's requests to versions; running requests finish on theirs."""
-        weights = {int(number): share for number, share in body.weights.items()}
-        return AdapterCard.of(await catalog.set_weights(owner(tenant), name, weights), catalog.shelf)
+@router.get("/adapters")
+async def list_adapters(service: TheService, owner: Owner) -> AdapterList:
+    """Adapters with their versions; among the shared ones those that the server was started with."""
+    catalog = service.catalog
+    cards = [AdapterCard.of(adapter, catalog.shelf) for adapter in catalog.list_owned(owner)]
+    return AdapterList(data=sorted([*cards, *_fixed(service, owner)], key=lambda card: card.name))
 
-    @router.post("/adapters/{name}/rollback")
-    async def roll_back(name: str, tenant: str | None = None) -> AdapterCard:
-        """Back to where a name's requests went before."""
-        return AdapterCard.of(await catalog.roll_back(owner(tenant), name), catalog.shelf)
 
-    @router.delete("/adapters/{name}")
-    async def remove_adapter(name: str, tenant: str | None = None) -> Removed:
-        """Removes `name`, or `name@version`, waits for its requests to end, and frees its memory."""
-        bare, marked, number = name.partition("@")
-        if marked and not (number.isascii() and number.isdigit() and len(number) < 10):
-            raise NotThere(f"there is no adapter '{name[:128]}'", field="name")
-        version = int(number) if marked else None
-        freed = await catalog.remove(owner(tenant), bare, version)
-        return Removed(name=bare, version=version, freed_bytes=freed)
+@router.get("/adapters/{name}")
+async def show_adapter(name: str, service: TheService, owner: Owner) -> AdapterCard:
+    """One adapter with its versions."""
+    if card := next((card for card in _fixed(service, owner) if card.name == name), None):
+        return card
+    return AdapterCard.of(service.catalog.owned(owner, name), service.catalog.shelf)
 
-    @router.post("/load_lora_adapter", response_model=None, responses=_TEXT)
-    async def load_lora_adapter(body: LoadLora, tenant: str | None = None) -> PlainTextResponse:
-        """As vLLM has it: an adapter from a folder under an allowed root."""
-        who = owner(tenant)
-        if not body.load_inplace and any(one.name == body.lora_name for one in catalog.list_owned(who)):
-            raise ApiError(
-                400,
-                f"the adapter '{body.lora_name[:128]}' is loaded already: say load_inplace for a new version",
-                param="lora_name",
-                code="name_taken",
-            )
-        with _vllms_names():
-            await from_path(who, body.lora_name, body.lora_path)
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
-    @router.post("/unload_lora_adapter", response_model=None, responses=_TEXT)
-    async def unload_lora_adapter(body: UnloadLora, tenant: str | None = None) -> PlainTextResponse:
-        """As vLLM has it, but it frees the memory, after the last request that uses it."""
-        with _vllms_names():
-            await catalog.remove(owner(tenant), body.lora_name)
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+@router.post("/adapters/{name}/aliases")
+async def set_weights(name: str, body: NewWeights, service: TheService, owner: Owner) -> AdapterCard:
+    """Sends shares of a name's requests to versions; running requests finish on theirs."""
+    weights = {int(number): share for number, share in body.weights.items()}
+    return AdapterCard.of(await service.catalog.set_weights(owner, name, weights), service.catalog.shelf)
 
-    return router
+
+@router.post("/adapters/{name}/rollback")
+async def roll_back(name: str, service: TheService, owner: Owner) -> AdapterCard:
+    """Back to where a name's requests went before."""
+    return AdapterCard.of(await service.catalog.roll_back(owner, name), service.catalog.shelf)
+
+
+@router.delete("/adapters/{name}")
+async def remove_adapter(name: str, service: TheService, owner: Owner) -> Removed:
+    """Removes `name`, or `name@version`, waits for its requests to end, and frees its memory."""
+    bare, marked, number = name.partition("@")
+    if marked and not (number.isascii() and number.isdigit() and len(number) < 10):
+        raise NotThere(f"there is no adapter '{name[:128]}'", field="name")
+    version = int(number) if marked else None
+    freed = await service.catalog.remove(owner, bare, version)
+    return Removed(name=bare, version=version, freed_bytes=freed)
+
+
+@router.post("/load_lora_adapter", response_model=None, responses=_TEXT)
+async def load_lora_adapter(body: LoadLora, service: TheService, owner: Owner) -> PlainTextResponse:
+    """As vLLM has it: an adapter from a folder under an allowed root."""
+    if not body.load_inplace and any(one.name == body.lora_name for one in service.catalog.list_owned(owner)):
+        raise ApiError(
+            400,
+            f"the adapter '{body.lora_name[:128]}' is loaded already: say load_inplace for a new version",
+            param="lora_name",
+            code="name_taken",
+        )
+    with _vllms_names():
+        await _from_path(service, owner, body.lora_name, body.lora_path)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@router.post("/unload_lora_adapter", response_model=None, responses=_TEXT)
+async def unload_lora_adapter(body: UnloadLora, service: TheService, owner: Owner) -> PlainTextResponse:
+    """As vLLM has it, but it frees the memory, after the last request that uses it."""
+    with _vllms_names():
+        await service.catalog.remove(owner, body.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _known(request: Request, tenant: str | None) -> str:
+    """The owner that a tenant is, or without one that of the shared adapters."""
+    if tenant is None:
+        return SHARED
+    if tenant not in request.app.state.database.snapshot.tenants:
+        raise ApiError(404, f"there is no tenant {tenant[:128]!r}", param="tenant", code="not_found")
+    return tenant
+
+
+def _fixed(service: Service, owner: str) -> list[AdapterCard]:
+    """Adapters that the server was started with, which are among the shared ones."""
+    entries = service.static_entries() if owner == SHARED else []
+    return [AdapterCard.fixed_one(entry, service.created) for entry in entries]
+
+
+async def _from_path(service: Service, owner: str, name: str, path: str) -> Published:
+    folder = _contained(path, service.settings.adapter_roots)
+    return await _published(service, owner, name, lambda arrival: arrival.copy(folder))
+
+
+async def _published(service: Service, owner: str, name: str, fill: Callable[[Arrival], None]) -> Published:
+    version = await service.catalog.publish(owner, name, fill)
+    adapter = service.catalog.owned(owner, name)
+    card = VersionCard.of(adapter, version, service.catalog.shelf)
+    return Published(name=adapter.name, tenant=adapter.tenant, **card.model_dump())
 
 
 async def _form(request: Request) -> tuple[dict[str, str], list[UploadFile]]:

@@ -98,7 +98,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.service, app.state.database = service, database
+    app.state.service, app.state.database, app.state.access = service, database, access
     app.add_middleware(
         Guard,
         max_body_bytes=settings.max_body_bytes,
@@ -110,8 +110,8 @@ def create_app(
     errors.install(app, service.metrics.refused)
     tracing = None if tracer_provider is None else Tracing(tracer_provider)
     app.include_router(openai.create_router(service, access, tracing))
-    app.include_router(adapters.create_router(service, access, database))
-    app.include_router(tenants.create_router(service, access, database))
+    app.include_router(adapters.router)
+    app.include_router(tenants.router)
     app.include_router(console_page.create_router())
     _add_operations(app, service, access, database)
     return app

@@ -9,7 +9,7 @@ from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
-from peftkit_serve.http.access import Access
+from peftkit_serve.http.access import asks_for_key
 from peftkit_serve.http.errors import ApiError
 
 
@@ -19,7 +19,7 @@ class StrictRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
         calls = [dependency.call for dependency in self.dependant.dependencies]
-        checks = [call for call in calls if call is not None and isinstance(getattr(call, "__self__", None), Access)]
+        checks = [call for call in calls if call is not None and asks_for_key(call)]
 
         async def handle(request: Request) -> Response:
             for check in checks:  # FastAPI's own turn comes when the body is read and parsed

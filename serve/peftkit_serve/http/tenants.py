@@ -1,12 +1,12 @@
 """Tenants and their keys over HTTP, for the administrator."""
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from peftkit_serve.http.access import Access, bearer
+from peftkit_serve.http.access import administrator, bearer
 from peftkit_serve.http.body import StrictRoute
 from peftkit_serve.http.errors import ApiError
 from peftkit_serve.http.management import (
@@ -28,82 +28,106 @@ from peftkit_serve.tenants.records import Key, Tenant
 _NOTHING: dict[int | str, dict[str, Any]] = {204: {"description": "Done."}}
 
 
-def create_router(service: Service, access: Access, database: Database) -> APIRouter:
-    """The administrator's routes for tenants."""
-    guards = [Depends(bearer), Depends(access.admin)]
-    router = APIRouter(
-        prefix="/v1/tenants", tags=["Tenants"], responses=ERRORS, route_class=StrictRoute, dependencies=guards
-    )
+router = APIRouter(
+    prefix="/v1/tenants",
+    tags=["Tenants"],
+    responses=ERRORS,
+    route_class=StrictRoute,
+    dependencies=[Depends(bearer), Depends(administrator)],
+)
+"""The administrator's routes for tenants."""
 
-    def found(name: str) -> Tenant:
-        tenant = database.snapshot.tenants.get(name)
+
+class _Office:
+    """What the routes work on: the state, and who is being answered."""
+
+    def __init__(self, request: Request) -> None:
+        self.service: Service = request.app.state.service
+        self.database: Database = request.app.state.database
+
+    def tenant(self, name: str) -> Tenant:
+        """A tenant. Raises 404."""
+        tenant = self.database.snapshot.tenants.get(name)
         if tenant is None:
             raise ApiError(404, f"there is no tenant {name[:128]!r}", param="name", code="not_found")
         return tenant
 
-    def keys_of(name: str) -> list[Key]:
-        return [key for key in database.snapshot.keys.values() if key.tenant == name]
+    def keys(self, name: str) -> list[Key]:
+        """A tenant's keys."""
+        return [key for key in self.database.snapshot.keys.values() if key.tenant == name]
 
-    def card(tenant: Tenant) -> TenantCard:
-        admission = service.admission
-        return TenantCard.of(
-            tenant, keys_of(tenant.name), admission.num_live(tenant.name), admission.num_waiting(tenant.name)
-        )
+    def card(self, tenant: Tenant) -> TenantCard:
+        """How a tenant is shown."""
+        name, admission = tenant.name, self.service.admission
+        return TenantCard.of(tenant, self.keys(name), admission.num_live(name), admission.num_waiting(name))
 
-    @router.get("")
-    async def list_tenants() -> TenantList:
-        """All tenants by name."""
-        return TenantList(data=[card(tenant) for tenant in database.snapshot.tenants.values()])
 
-    @router.post("", status_code=201)
-    async def add_tenant(body: NewTenant) -> TenantWithKey:
-        """A new tenant with its first key, which is shown this once. From now on inference needs a key."""
-        check_name(body.name)
-        key = await asyncio.to_thread(database.add_tenant, body.name, body.limits.limits(), body.adapters)
-        return TenantWithKey(key=key.text, **card(found(body.name)).model_dump())
+async def _office(request: Request) -> _Office:
+    return _Office(request)
 
-    @router.get("/{name}")
-    async def show_tenant(name: str) -> TenantCard:
-        """One tenant with its limits, its keys' ids and what it does at the moment."""
-        return card(found(name))
 
-    @router.patch("/{name}")
-    async def change_tenant(name: str, body: ChangedTenant) -> TenantCard:
-        """Changes limits or shared adapters; what is left out stays. It holds for the next request."""
-        tenant = found(name)
-        limits = None
-        if body.limits is not None:
-            limits = LimitsBody.model_validate(tenant.limits.plain() | body.limits).limits()
-        await asyncio.to_thread(database.set_tenant, name, limits, body.adapters)
-        return card(found(name))
+Office = Annotated[_Office, Depends(_office)]
 
-    @router.delete("/{name}", status_code=204, responses=_NOTHING)
-    async def remove_tenant(name: str) -> Response:
-        """Removes a tenant with its keys and adapters; its running requests end as they would."""
-        found(name)
-        await service.catalog.remove_tenant(name)
-        return Response(status_code=204)
 
-    @router.post("/{name}/keys", status_code=201)
-    async def add_key(name: str) -> ShownKey:
-        """One more key, shown this once: to change keys, add one, give it out, revoke the old one."""
-        found(name)
-        key = await asyncio.to_thread(database.add_key, name)
-        return ShownKey(id=key.id, key=key.text)
+@router.get("")
+async def list_tenants(office: Office) -> TenantList:
+    """All tenants by name."""
+    return TenantList(data=[office.card(tenant) for tenant in office.database.snapshot.tenants.values()])
 
-    @router.get("/{name}/keys")
-    async def list_keys(name: str) -> list[KeyCard]:
-        """The ids of a tenant's keys."""
-        found(name)
-        return [KeyCard.of(key) for key in keys_of(name)]
 
-    @router.delete("/{name}/keys/{key_id}", status_code=204, responses=_NOTHING)
-    async def remove_key(name: str, key_id: str) -> Response:
-        """Revokes a key: the next request with it is refused."""
-        found(name)
-        if not any(key.id == key_id for key in keys_of(name)):
-            raise ApiError(404, f"there is no key {key_id[:64]!r}", param="key", code="not_found")
-        await asyncio.to_thread(database.remove_key, name, key_id)
-        return Response(status_code=204)
+@router.post("", status_code=201)
+async def add_tenant(body: NewTenant, office: Office) -> TenantWithKey:
+    """A new tenant with its first key, which is shown this once. From now on inference needs a key."""
+    check_name(body.name)
+    key = await asyncio.to_thread(office.database.add_tenant, body.name, body.limits.limits(), body.adapters)
+    return TenantWithKey(key=key.text, **office.card(office.tenant(body.name)).model_dump())
 
-    return router
+
+@router.get("/{name}")
+async def show_tenant(name: str, office: Office) -> TenantCard:
+    """One tenant with its limits, its keys' ids and what it does at the moment."""
+    return office.card(office.tenant(name))
+
+
+@router.patch("/{name}")
+async def change_tenant(name: str, body: ChangedTenant, office: Office) -> TenantCard:
+    """Changes limits or shared adapters; what is left out stays. It holds for the next request."""
+    tenant = office.tenant(name)
+    limits = None
+    if body.limits is not None:
+        limits = LimitsBody.model_validate(tenant.limits.plain() | body.limits).limits()
+    await asyncio.to_thread(office.database.set_tenant, name, limits, body.adapters)
+    return office.card(office.tenant(name))
+
+
+@router.delete("/{name}", status_code=204, responses=_NOTHING)
+async def remove_tenant(name: str, office: Office) -> Response:
+    """Removes a tenant with its keys and adapters; its running requests end as they would."""
+    office.tenant(name)
+    await office.service.catalog.remove_tenant(name)
+    return Response(status_code=204)
+
+
+@router.post("/{name}/keys", status_code=201)
+async def add_key(name: str, office: Office) -> ShownKey:
+    """One more key, shown this once: to change keys, add one, give it out, revoke the old one."""
+    office.tenant(name)
+    key = await asyncio.to_thread(office.database.add_key, name)
+    return ShownKey(id=key.id, key=key.text)
+
+
+@router.get("/{name}/keys")
+async def list_keys(name: str, office: Office) -> list[KeyCard]:
+    """The ids of a tenant's keys."""
+    office.tenant(name)
+    return [KeyCard.of(key) for key in office.keys(name)]
+
+
+@router.delete("/{name}/keys/{key_id}", status_code=204, responses=_NOTHING)
+async def remove_key(name: str, key_id: str, office: Office) -> Response:
+    """Revokes a key: the next request with it is refused."""
+    office.tenant(name)
+    if not any(key.id == key_id for key in office.keys(name)):
+        raise ApiError(404, f"there is no key {key_id[:64]!r}", param="key", code="not_found")
+    await asyncio.to_thread(office.database.remove_key, name, key_id)
+    return Response(status_code=204)
