@@ -73,13 +73,21 @@ class FlatAdamW8bit(torch.optim.Optimizer):
             flat.grad = None
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Begins to remember parameters, with bitsandbytes' tables, and paged where it pages."""
+        """Begins to remember parameters, with bitsandbytes' tables, and paged where it pages.
+
+        Moments begin as the codes of 0, as a step leaves them between parameters: bitsandbytes' own beginning, code 0,
+        stands for the least number as soon as a block has a scale.
+        """
         known = {id(self.places[one].flat if one in self.places else one) for one in parameters}
         begin: Any = self.inner.init_state  # type: ignore[attr-defined]
         for index, group in enumerate(self.param_groups):
             for place, one in enumerate(group["params"]):
                 if id(one) in known:
                     begin(group, one, index, place)
+                    state = self.state[one]
+                    for moment in ("1", "2"):
+                        if state[f"state{moment}"].dtype == torch.uint8:
+                            state[f"state{moment}"].fill_(int(state[f"qmap{moment}"].abs().argmin()))
 
     def _laid_out(self, members: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """What bitsandbytes is given: the large members' flat tensor, and the small ones."""

@@ -1,14 +1,22 @@
-"""The optimiser's groups and its learning rate."""
+"""The optimiser's groups, its learning rate, and the weights that come of its steps."""
 
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
-from peftkit.recipe import Optim
+from peftkit.data import Dataset, plan_epoch
+from peftkit.recipe import Optim, Recipe
+from peftkit.train import train
 from peftkit.train.optim import build_optimizer, learning_rate, moments, set_lr, set_moments
+from peftkit.train.prepare import prepare
+from peftkit.train.speed import flops_rate, mfu
 
 
 def test_a_factor_multiplies_the_rate_of_its_parameter_alone(seed: int) -> None:
@@ -46,9 +54,13 @@ def matrices(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape)) for shape in shapes]
 
 
-def test_moments_in_8_bits_over_one_tensor_have_the_bits_of_bitsandbytes_tensor_by_tensor(seed: int) -> None:
+@pytest.mark.parametrize("repetition", range(4))  # one in eight gradients tells what lies between parameters
+def test_moments_in_8_bits_over_one_tensor_have_the_bits_of_bitsandbytes_tensor_by_tensor(
+    seed: int, repetition: int
+) -> None:
     from bitsandbytes.optim import AdamW8bit
 
+    torch.manual_seed(seed + repetition)
     shapes = ((64, 96), (70, 61), (16,), (3, 1000), (128, 33))  # some no whole number of blocks, some small
     ours = matrices(*shapes)
     named = {str(number): parameter for number, parameter in enumerate(ours)}
@@ -78,3 +90,55 @@ def test_moments_in_8_bits_over_one_tensor_have_the_bits_of_bitsandbytes_tensor_
     kept = moments(optimizer, named)
     assert kept["0/state1"].shape == (64, 96) and kept["0/state1"].dtype == torch.uint8
     assert kept["1/absmax1"].shape == (17,) and kept["2/state1"].dtype == torch.float32
+
+
+def adamw_by_hand(recipe: Recipe, max_norm: float) -> dict[str, Tensor]:
+    """A run's weights by AdamW as its paper writes it, in float64, over transformers' own losses."""
+    prepared = prepare(recipe)
+    assert isinstance(prepared.train, Dataset) and recipe.train.max_steps is not None
+    samples, settings = prepared.train.samples, recipe.optim
+    plan = plan_epoch(prepared.train.lengths, seed=0, epoch=0, batch_tokens=0, batch_size=4)
+    moments = {name: [torch.zeros_like(p, dtype=torch.float64)] * 2 for name, p in prepared.parameters.items()}
+    beta1, beta2 = settings.betas
+    for step in range(recipe.train.max_steps):
+        summed, count = torch.zeros(()), 0
+        for row in plan[step]:
+            ids = torch.from_numpy(samples[row].ids).long()
+            losses = F.cross_entropy(prepared.model(input_ids=ids[None]).logits[0, :-1], ids[1:], reduction="none")
+            trained = torch.from_numpy(samples[row].trained[1:])
+            summed, count = summed + losses[trained].sum(), count + int(trained.sum())
+        grads = torch.autograd.grad(summed / count, list(prepared.parameters.values()))
+        norm = math.sqrt(sum(float(grad.double().pow(2).sum()) for grad in grads))
+        lr = learning_rate(settings, step, recipe.train.max_steps)
+        for (name, parameter), grad in zip(prepared.parameters.items(), grads, strict=True):
+            g = grad.double() * min(1.0, max_norm / norm)
+            m, v = moments[name] = [
+                beta1 * moments[name][0] + (1 - beta1) * g,
+                beta2 * moments[name][1] + (1 - beta2) * g**2,
+            ]
+            m, v = m / (1 - beta1 ** (step + 1)), v / (1 - beta2 ** (step + 1))
+            with torch.no_grad():
+                parameter.copy_(parameter * (1 - lr * settings.weight_decay) - lr * m / (v.sqrt() + 1e-8))
+    return {name: parameter.detach().double() for name, parameter in prepared.parameters.items()}
+
+
+def test_a_runs_weights_are_those_of_adamw_over_clipped_gradients(make_recipe: Callable[..., Recipe]) -> None:
+    recipe = make_recipe(
+        data={"packing": False},
+        optim={"lr": 0.02, "weight_decay": 0.1, "max_grad_norm": 0.3, "betas": (0.8, 0.9), "schedule": "linear"},
+    )
+    train(recipe)
+    trained = {name: w.double() for name, w in load_file(Path(recipe.out) / "state/step-6/adapter.safetensors").items()}
+
+    def distance(others: dict[str, Tensor]) -> float:
+        assert others.keys() == trained.keys()
+        return max(float((trained[name] - others[name]).norm() / others[name].norm()) for name in trained)
+
+    assert distance(adamw_by_hand(recipe, 0.3)) < 1e-3
+    assert distance(adamw_by_hand(recipe, math.inf)) > 1e-2
+
+
+def test_the_share_of_a_gpus_arithmetic_is_that_of_the_products_with_the_base() -> None:
+    # 2 · 10⁹ weights at 50 000 tokens a second: 4 · 10¹⁴ of 989 · 10¹² operations
+    assert mfu(2 * 10**9, 50_000, 989e12) == pytest.approx(4e14 / 989e12)
+    assert flops_rate(torch.device("cpu"), 1) is None
