@@ -9,6 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
+from peftkit_serve.tenants.database import Database
+from peftkit_serve.tenants.records import Limits
+
 FILES = ("adapter_config.json", "adapter_model.safetensors", "peftkit.json")
 Folders = dict[str, Path]
 Watching = Callable[[Path | None], Any]
@@ -159,3 +162,22 @@ def test_a_name_of_the_watched_folder_is_its_own(watching: Watching, adapter_fol
         wait_for(lambda: not httpx.get(f"{served.url}/v1/adapters/a").json()["watched"])
         assert ask(served, "a") == sent, "what was sent is back"
         assert httpx.delete(f"{served.url}/v1/adapters/a").status_code == 200
+
+
+def test_a_disk_that_fails_at_one_adapter_stops_neither_others_nor_changes_of_keys(
+    watching: Watching, adapter_folders: Folders, tmp_path: Path, database_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "watched"
+    folder.mkdir()
+    with watching(folder) as served:
+        (incoming,) = tmp_path.glob("store/adapters/*/incoming")
+        incoming.rmdir()
+        put(adapter_folders["red"], folder / "a")
+        wait_for(lambda: any("'a' is refused" in record.message for record in caplog.records))
+        incoming.mkdir()
+        put(adapter_folders["blue"], folder / "b")
+        wait_for(lambda: names(served) == ["tiny", "b"])
+        other = Database(database_url)
+        other.add_tenant("acme", Limits(), ["*"])
+        other.close()
+        wait_for(lambda: httpx.get(f"{served.url}/v1/models").status_code == 401)

@@ -240,4 +240,4 @@ class Removed(BaseModel):
     name: str
     version: int | None
     freed_bytes: int
-    """Of memory."""
+    """Of memory, without what other versions or adapters hold too."""

@@ -57,7 +57,8 @@ def packed(message: Any) -> bytes:
 
 def main(descriptor: int) -> None:
     """Forks a child for each connection that comes over the socket, until the server is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which drains first
+    for ending in (signal.SIGINT, signal.SIGTERM):  # for the server, which drains first, and then closes the socket
+        signal.signal(ending, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no trace
     _answer(_Template("{{ messages[0].content | tojson }}", {}), {"messages": [{"role": "user", "content": ""}]})
     gc.freeze()  # what is loaded stays shared
