@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import random
 import tarfile
 import tracemalloc
 import zipfile
@@ -164,3 +165,49 @@ def test_an_archives_headers_cant_fill_memory(tmp_path: Path, name: str, make: C
         arrival.write(name, made)
     assert tracemalloc.get_traced_memory()[1] < 2**24
     tracemalloc.stop()
+
+
+def damaged_zip(name: str, old: bytes, new: bytes) -> bytes:
+    """A zip of one file, with other bytes wherever it has `old`."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        archive.writestr(zipfile.ZipInfo(name), b"{}")
+    assert old in made.getvalue()
+    return made.getvalue().replace(old, new)
+
+
+def tar_of_length(size: int) -> bytes:
+    info = tarfile.TarInfo(CONFIG)
+    info.size = size
+    return info.tobuf(tarfile.GNU_FORMAT) + bytes(2**14)
+
+
+@pytest.mark.parametrize(
+    ("name", "damaged"),
+    [
+        ("a.zip", damaged_zip("ä", "ä".encode(), b"\xff\xff")),  # said to be UTF-8
+        ("a.zip", damaged_zip("q", b"q", b"\0")),  # no name
+        ("a.zip", damaged_zip("qq", b"\x22\0\0\0\0\0", b"\xff\0\0\0\0\0")),  # begins before the file does
+        ("a.tar", tar_of_length(-(2**80))),
+    ],
+)
+def test_a_name_or_a_place_in_an_archive_that_cant_be_is_refused(tmp_path: Path, name: str, damaged: bytes) -> None:
+    with pytest.raises(AdapterError, match="the archive can't be read"):
+        taken(tmp_path, name, io.BytesIO(damaged))
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar", "tar.gz"])
+def test_a_damaged_archive_is_an_adapter_or_refused(tmp_path: Path, kind: str, seed: int) -> None:
+    draw = random.Random(seed)
+    whole = packed(kind, [f"ä/{name}" for name in (CONFIG, WEIGHTS, "README.md")]).getvalue()
+    for number in range(300):
+        content = bytearray(whole)
+        for _ in range(draw.randint(1, 4)):
+            place = draw.randrange(len(content))
+            content[place : place + draw.randint(0, 3)] = draw.randbytes(draw.randint(1, 4))
+        try:
+            taken(tmp_path, f"a.{kind}", io.BytesIO(content))
+        except AdapterError:
+            continue
+        except Exception as error:
+            raise AssertionError(f"archive {number}: {content.hex()}") from error

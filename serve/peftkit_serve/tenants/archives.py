@@ -6,6 +6,7 @@ What an archive says of itself can't fill memory, and nothing is unpacked by the
 import gzip
 import lzma
 import re
+import struct
 import tarfile
 import zipfile
 import zlib
@@ -20,9 +21,12 @@ MAX_MEMBERS = 1000
 MAX_READ_BYTES = 2**21
 """What a header may have."""
 _ENDS = (".zip", ".tar", ".tar.gz", ".tgz")
-_UNREADABLE = (zipfile.BadZipFile, tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError, RuntimeError)
+_UNREADABLE = (
+    *(zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, struct.error),
+    *(EOFError, OSError, RuntimeError, ValueError, LookupError, ArithmeticError),
+)
 """What reading an archive raises: OSError by gzip and bz2, RuntimeError for one that is encrypted, or packed in a way
-that isn't known."""
+that isn't known; the last three for a damaged name, offset or length."""
 _IDLE = re.compile(
     r"__MACOSX/.*|(?:[^/]+/){0,2}"
     r"(?:\._[^/]*|\.DS_Store|Thumbs\.db|desktop\.ini|\.git(?:attributes|ignore)|"
