@@ -251,3 +251,5 @@ def test_a_list_of_runs_is_planned_and_trained_on_one_base(
     assert (tmp_path / "report.html").exists()
     assert run(["report", str(tmp_path / "a"), "--out", str(tmp_path)]) == 2
     assert f"--out: {tmp_path} is a folder: name the page" in capsys.readouterr().err
+    assert run(["report", str(tmp_path / "a"), "--out", f"{path}/page.html"]) == 2
+    assert f"--out: {path} can't be a folder, for {path} is a file" in capsys.readouterr().err
