@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product, repeat
 
 import torch
@@ -213,8 +214,8 @@ class Runner:
         """The base's weight (out, in) and bias (out) of a linear module; may be called from any thread."""
         return base_linear(self._weights, self.spec, path)
 
-    def _logits(self, batch: Batch) -> Tensor:
-        return self._decoder.logits(self._decoder.forward(batch, self._kv), batch)
+    def _logits(self, batch: Batch, num_layers: int | None = None) -> Tensor:
+        return self._decoder.logits(self._decoder.forward(batch, self._kv, num_layers=num_layers), batch)
 
     def _started(self, names: Sequence[str | None], token_N: Tensor) -> Launched:
         """The step whose rows draw for these requests; the copy of their tokens to the host is queued behind it."""
@@ -286,11 +287,11 @@ class Runner:
         self.num_pages = self._scratch_page = num_pages
         self._kv = allocate_kv(self.spec, num_pages + 1, self._dtype, self._device)
 
-    def _make_graphs(self) -> DecodeGraphs:
+    def _make_graphs(self, num_layers: int | None = None) -> DecodeGraphs:
         inputs = DecodeInputs(
             last_token_R=self._last_token_R, max_pages=pages_for(self._longest), scratch_page=self._scratch_page
         )
-        return DecodeGraphs(inputs, self._logits, self._device)
+        return DecodeGraphs(inputs, partial(self._logits, num_layers=num_layers), self._device)
 
     def _measure(self, with_graphs: bool) -> tuple[int, int]:
         """Bytes that the largest step takes, and all graphs, over the scratch page alone."""
@@ -309,13 +310,15 @@ class Runner:
     def _compile(self) -> None:
         """Compiles every kernel that steps need, so that no request waits for one."""
         begun = time.perf_counter()
+        windows = self.spec.windows  # all that layers differ in, as far as kernels go
+        num_layers = 1 + max(windows.index(window) for window in set(windows))
         with compiled_together(self._device):
-            self._warm_up()
-            self._make_graphs().warm_up()
+            self._warm_up(num_layers)
+            self._make_graphs(num_layers).warm_up()
         logger.info("kernels are compiled after %.1f s", time.perf_counter() - begun)
 
     @torch.inference_mode()
-    def _warm_up(self) -> None:
+    def _warm_up(self, num_layers: int | None = None) -> None:
         """Runs steps that between them launch every kernel of those that are launched one by one.
 
         Kernels' configurations follow from the numbers of rows, requests and segments; the ranks may be 0.
@@ -328,7 +331,7 @@ class Runner:
             if extras is _BARE:
                 chunks = [chunk._replace(slot=-1) for chunk in chunks]
             batch, draws = self._inputs.lay_out(chunks, self._last_token_R, [-1] * len(chunks))
-            sample(self._logits(replace(batch, extras=extras)), *draws)
+            sample(self._logits(replace(batch, extras=extras), num_layers), *draws)
         self._copy_pages(((self._scratch_page, self._scratch_page),))
 
     @torch.inference_mode()

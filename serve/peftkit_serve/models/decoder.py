@@ -53,18 +53,21 @@ class Decoder:
         self._head = (spec.vocab_size,)
         self._cos_XE, self._sin_XE = _rotary_tables(spec, max_position, weights.embedding_VH)
 
-    def forward(self, batch: Batch, kv: Sequence[Tensor], inputs_TH: Tensor | None = None) -> Tensor:
+    def forward(
+        self, batch: Batch, kv: Sequence[Tensor], inputs_TH: Tensor | None = None, *, num_layers: int | None = None
+    ) -> Tensor:
         """Computes a step and writes its keys and values into the pages.
 
-        kv: each layer's kv_PZ2KD. inputs_TH: input embeddings in the place of those of `batch.token_T`. Returns the
-        normalised hidden rows (X, H) of `batch.sample_row_X`, for `logits`.
+        kv: each layer's kv_PZ2KD. inputs_TH: input embeddings in the place of those of `batch.token_T`. num_layers: so
+        many of the layers alone, for what launches their kernels only. Returns the normalised hidden rows (X, H) of
+        `batch.sample_row_X`, for `logits`.
         """
         eps = self._spec.norm_eps
         cos_TE, sin_TE = (table.index_select(0, batch.position_T) for table in (self._cos_XE, self._sin_XE))
         x_TH = self._embed(batch) if inputs_TH is None else inputs_TH
         with_bottlenecks = batch.segments is not None and self._extras(batch).bottlenecks
         residual_TH: Tensor | None = None
-        for index, layer in enumerate(self._weights.layers):
+        for index, layer in enumerate(self._weights.layers[:num_layers]):
             adapted = None if batch.segments is None else self._memory.grouped_tables(index)
             beside = self._memory.bottleneck_tables(index) if with_bottlenecks else None
             h_TH, residual_TH = rms_norm(x_TH, layer.input_norm_H, eps, residual_TH)
