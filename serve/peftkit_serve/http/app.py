@@ -4,8 +4,8 @@ import asyncio
 import hashlib
 import logging
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,29 +70,11 @@ def create_app(
     if settings.watched is not None and catalog.watched_owner is not None:
         watcher = Watcher(settings.watched, catalog, catalog.watched_owner)
 
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async_engine.start()
-        await catalog.tidy()
-        if watcher is not None:
-            await watcher.look()
-        tasks = [asyncio.create_task(_poll(catalog, watcher, settings.poll_s))]
-        if service.has_own_templates():
-            tasks.append(asyncio.create_task(templates.start()))
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await anyio.to_thread.run_sync(async_engine.stop)
-            resources.close()
-
     app = FastAPI(
         title="peftkit",
         version=version("peftkit"),
         summary="One frozen base and its adapters, with the OpenAI API",
-        lifespan=lifespan,
+        lifespan=_lifespan(service, watcher, resources),
         telemetry=fastapi_telemetry(tracer_provider),
         docs_url=None,  # FastAPI's pages load scripts from elsewhere: `console_page` has one that doesn't
         redoc_url=None,
@@ -115,6 +97,31 @@ def create_app(
     app.include_router(console_page.create_router())
     _add_operations(app, service, access, database)
     return app
+
+
+def _lifespan(
+    service: Service, watcher: Watcher | None, resources: ExitStack
+) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """Starts the engine and what goes on beside it; ends them, and frees `resources`."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.engine.start()
+        await service.catalog.tidy()
+        if watcher is not None:
+            await watcher.look()
+        polling = _poll(service.catalog, watcher, service.settings.poll_s)
+        tasks = [asyncio.create_task(work) for work in (polling, service.start_templates())]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await anyio.to_thread.run_sync(service.engine.stop)
+            resources.close()
+
+    return lifespan
 
 
 def scope_of(base: BaseInfo) -> str:

@@ -95,10 +95,11 @@ class Service:
         """Whether a new request would be taken."""
         return self.engine.alive and not self.draining
 
-    def has_own_templates(self) -> bool:
-        """Whether an adapter has a chat template that isn't the base's."""
-        adapters = self.catalog.all_versions()
-        return any(map(self._templates.own, (*self._static.values(), *(version.template for version in adapters))))
+    async def start_templates(self) -> None:
+        """Starts what renders adapters' own chat templates, where there are any: else the first request does."""
+        kept = (version.template for version in self.catalog.all_versions())
+        if any(map(self._templates.own, (*self._static.values(), *kept))):
+            await self._templates.start()
 
     def static_entries(self) -> list[AdapterEntry]:
         """The adapters that the server was started with, by name."""
