@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 pytest.importorskip("triton")
 
@@ -88,6 +89,20 @@ def forget_kernels() -> None:
                 value.device_caches.clear()
 
 
+@pytest.fixture
+def windowed_base(base_folder: Path, tmp_path: Path) -> Path:
+    """Sizes of the tiny base; only the second layer has a window."""
+    own = AutoConfig.from_pretrained(base_folder)
+    same = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "max_position_embeddings", "eos_token_id")  # fmt: skip
+    config = Qwen2Config(
+        **{name: getattr(own, name) for name in same}, use_sliding_window=True, sliding_window=24, max_window_layers=1
+    )
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path / "windowed")
+    AutoTokenizer.from_pretrained(base_folder).save_pretrained(tmp_path / "windowed")
+    return tmp_path / "windowed"
+
+
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize(
     "settings",
@@ -95,19 +110,23 @@ def forget_kernels() -> None:
         {"graphs": True, "max_requests": 28, "max_adapters": 30, "max_tokens_per_step": 255},
         {"graphs": True, "max_requests": 40, "max_adapters": 7, "max_tokens_per_step": 64, "deterministic": True},
         {"graphs": False, "max_requests": 3, "max_adapters": 1, "max_tokens_per_step": 300},
+        {"graphs": True, "max_requests": 8, "max_adapters": 3, "max_tokens_per_step": 64, "windowed": True},
     ],
-    ids=["crowded", "deterministic", "no graphs"],
+    ids=["crowded", "deterministic", "no graphs", "windows"],
 )
 def test_no_step_launches_a_kernel_that_the_start_has_not_met(
     make_engine: Callable[..., Engine],
+    base_folder: Path,
+    windowed_base: Path,
     every_kind: Callable[..., dict[str, Path]],
     lora_folder: Callable[..., Path],
     recorder: Recorder,
     seed: int,
     settings: dict[str, Any],
 ) -> None:
-    rng = random.Random(seed)
-    engine = make_engine(**({"overlap": True, "num_pages": 400, "deterministic": False} | settings))
+    rng, settings = random.Random(seed), {"overlap": True, "num_pages": 400, "deterministic": False} | settings
+    base = windowed_base if settings.pop("windowed", False) else base_folder
+    engine = make_engine(base, **settings)
     engine._runner._compile()
     assert len(recorder.seen) > 10
     recorder.seen.clear()
