@@ -1,6 +1,8 @@
 """The watched folder: what lies in it is served, as it comes, changes and goes, and nothing else is touched by it."""
 
+import shutil
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,22 +34,18 @@ def watching(make_engine: Callable[..., Any], serve: Callable[..., Any], tmp_pat
 
 
 def put(source: Path, target: Path) -> None:
-    """Writes beside it, and renames: in the place of what is there."""
-    new, old = target.with_name(".new"), target.with_name(".old")
-    new.mkdir(parents=True)
+    """Writes beside it, and puts a link in the place of what is there: at no moment is there none."""
+    files = target.parent / f".{uuid.uuid4().hex}"
+    files.mkdir(parents=True)
     for name in FILES:
-        (new / name).write_bytes((source / name).read_bytes())
-    if target.exists():
-        target.rename(old)
-    new.rename(target)
-    take_away(old)
+        (files / name).write_bytes((source / name).read_bytes())
+    link = target.with_name(".link")
+    link.symlink_to(files.name)
+    link.replace(target)
 
 
-def take_away(folder: Path) -> None:
-    for name in FILES:
-        (folder / name).unlink(missing_ok=True)
-    if folder.exists():
-        folder.rmdir()
+def take_away(link: Path) -> None:
+    link.unlink()
 
 
 def upload(server: Any, name: str, folder: Path) -> httpx.Response:
@@ -104,7 +102,7 @@ def test_uploads_outlive_a_watched_folder_that_is_given_moved_and_left_out(
     watching: Watching, adapter_folders: Folders, tmp_path: Path
 ) -> None:
     folder, moved = tmp_path / "watched", tmp_path / "moved"
-    put(adapter_folders["red"], folder / "mine")
+    shutil.copytree(adapter_folders["red"], folder / "mine")
     with watching(None) as served:
         assert upload(served, "sent", adapter_folders["blue"]).status_code == 201
         sent = ask(served, "sent")
@@ -125,8 +123,9 @@ def test_a_folder_that_is_gone_takes_its_own_adapter_along(
     watching: Watching, adapter_folders: Folders, tmp_path: Path
 ) -> None:
     folder = tmp_path / "watched"
-    for name in ("a", "b", "c"):
+    for name in ("a", "b"):
         put(adapter_folders["red"], folder / name)
+    shutil.copytree(adapter_folders["red"], folder / "c")
     with watching(folder) as served:
         upload(served, "sent", adapter_folders["blue"])
         take_away(folder / "a")
