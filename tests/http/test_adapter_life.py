@@ -221,8 +221,11 @@ def test_what_is_missing_from_an_upload_is_named(served: Any, adapter_folders: F
     odd = httpx.post(url, data={"name": "a", "colour": "b"}, files=parts(adapter_folders["red"]))
     assert error_of(odd, 400)["param"] == "colour"
     assert error_of(upload(served, "a", adapter_folders["red"], tenant="nobody"), 404)["param"] == "tenant"
-    for content in (b"{", b"[]", b'{"name": "a"}', b'{"name": "a", "path": "x", "path": "y"}'):
+    for content in (b"{", b"[]", b'{"name": "a", "path": "x", "path": "y"}'):
         error_of(httpx.post(url, content=content, headers={"content-type": "application/json"}), 400)
+    for body, field in (({"name": "a"}, "path"), ({"name": "a", "path": 1}, "path"), ({"path": "x"}, "name")):
+        error = error_of(httpx.post(url, json=body), 400)
+        assert error["param"] == field and error["message"].startswith(field)
     broken = httpx.post(url, content=b"nonsense", headers={"content-type": "multipart/form-data; boundary=x"})
     error_of(broken, 400)
 

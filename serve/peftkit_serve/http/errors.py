@@ -141,8 +141,12 @@ def install(app: FastAPI, refused: Callable[[str, str], None]) -> None:
         message = str(error.detail) or HTTPStatus(error.status_code).phrase
         return ApiError(error.status_code, message, headers=error.headers).response()
 
-    async def validation_error(_: Request, error: RequestValidationError | ValidationError) -> Response:
-        return _from_validation(error.errors()).response()
+    async def request_error(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        return _from_validation({**first, "loc": first["loc"][1:]}).response()  # without "body", "path" or "query"
+
+    async def validation_error(_: Request, error: ValidationError) -> Response:
+        return _from_validation(error.errors()[0]).response()
 
     async def input_error(_: Request, error: InputError) -> Response:
         return from_input(error).response()
@@ -157,7 +161,7 @@ def install(app: FastAPI, refused: Callable[[str, str], None]) -> None:
     for kind, handler in (
         (ApiError, api_error),
         (HTTPException, http_error),
-        (RequestValidationError, validation_error),
+        (RequestValidationError, request_error),
         (ValidationError, validation_error),
         (InputError, input_error),
         (Refusal, refusal),
@@ -166,20 +170,13 @@ def install(app: FastAPI, refused: Callable[[str, str], None]) -> None:
         app.add_exception_handler(kind, handler)  # type: ignore[arg-type] # starlette types all handlers as Exception's
 
 
-def _from_validation(errors: Sequence[Any]) -> ApiError:
+def _from_validation(first: Mapping[str, Any]) -> ApiError:
     """The first thing wrong with a body, with the path of its field as a client would write it."""
-    first: Mapping[str, Any] = errors[0]
     kind: str = first["type"]
     if kind == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
     context: Mapping[str, Any] = first.get("ctx") or {}
-    loc = first["loc"]
-    path = _path(
-        [
-            *(loc[1:] if loc and loc[0] in ("body", "path", "query") else loc),
-            *([context["field"]] if "field" in context else []),
-        ]
-    )
+    path = _path([*first["loc"], *([context["field"]] if "field" in context else [])])
     if not path:
         message = "the body must be a JSON object, sent with the header Content-Type: application/json"
         return ApiError(400, message, code="invalid_json")
