@@ -132,3 +132,27 @@ def test_what_others_still_use_is_not_counted_as_freed(
         upload(server, "first", same["first"])
         assert httpx.delete(f"{server.url}/v1/adapters/first").json()["freed_bytes"] == 0
         server.wait_idle()
+
+
+def test_an_upload_is_answered_as_it_came_whoever_removes_it_at_once(
+    make_engine: Callable[..., Any],
+    serve: Callable[..., Any],
+    adapter_folders: Folders,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with serve(make_engine(), store=tmp_path / "store") as server:
+        database = server.database
+        add_version = database.add_version
+
+        def added_and_removed(owner: str, name: str, content: dict[str, Any]) -> Any:
+            added = add_version(owner, name, content)
+            database.remove_adapter(owner, name)  # as another server of the same database can
+            return added
+
+        monkeypatch.setattr(database, "add_version", added_and_removed)
+        answer = upload(server, "a", adapter_folders["red"])
+        assert answer.status_code == 201, answer.text
+        assert (answer.json()["name"], answer.json()["version"], answer.json()["weight"]) == ("a", 1, 1.0)
+        assert httpx.get(f"{server.url}/v1/adapters/a").status_code == 404
+        server.wait_idle()

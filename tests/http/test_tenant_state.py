@@ -53,8 +53,8 @@ def test_what_is_changed_is_there_for_the_next_process(make_database: MakeDataba
     limits = Limits(requests_per_minute=5, tokens_per_minute=1000, max_concurrency=2, weight=2.5)
     key = first.add_tenant("acme", limits, ["red", "blue-*"])
     admin = first.add_key(None)
-    assert first.add_version("acme", "own", content("a" * 64, template="{{ x }}")) == 1
-    assert first.add_version("acme", "own", content("b" * 64)) == 2
+    assert first.add_version("acme", "own", content("a" * 64, template="{{ x }}")).number == 1
+    assert first.add_version("acme", "own", content("b" * 64)).number == 2
     first.set_weights("acme", "own", {1: 0.9, 2: 0.1})
     second = make_database()
     assert second.snapshot == first.snapshot
@@ -107,7 +107,7 @@ def test_versions_count_on_and_the_alias_follows_and_goes_back(make_database: Ma
         return database.snapshot.adapters[SHARED, "a"].weights
 
     for number in (1, 2, 3):
-        assert database.add_version(SHARED, "a", content(str(number) * 64)) == number
+        assert database.add_version(SHARED, "a", content(str(number) * 64)).number == number
         assert weights() == {number: 1.0}
     database.set_weights(SHARED, "a", {3: 0.5, 1: 0.5})
     for expected in ({3: 1.0}, {2: 1.0}, {1: 1.0}):
@@ -121,7 +121,7 @@ def test_versions_count_on_and_the_alias_follows_and_goes_back(make_database: Ma
     assert set(database.snapshot.adapters[SHARED, "a"].versions) == {1, 2}
     database.remove_adapter(SHARED, "a")
     assert not database.snapshot.adapters
-    assert database.add_version(SHARED, "a", content()) == 4, "a number is never used again"
+    assert database.add_version(SHARED, "a", content()).number == 4, "a number is never used again"
 
 
 def test_a_removed_version_is_no_place_to_roll_back_to(make_database: MakeDatabase) -> None:
@@ -189,7 +189,7 @@ for number in range(10_000):
     key = database.add_tenant(f"t{number}", Limits(), ["*"])
     fields = {"uid": "u", "kind": "lora", "rank": 1, "num_virtual": 0, "template": None}
     version = database.add_version(f"t{number}", "a", {"digest": "d", "nbytes": 1, **fields})
-    print(f"t{number} {key.id} {version}", flush=True)
+    print(f"t{number} {key.id} {version.number}", flush=True)
 """
 
 

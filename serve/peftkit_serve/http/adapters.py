@@ -30,7 +30,7 @@ from peftkit_serve.http.openai import ERRORS
 from peftkit_serve.http.service import Service
 from peftkit_serve.tenants.catalog import NotThere
 from peftkit_serve.tenants.content import MAX_FILES, Arrival
-from peftkit_serve.tenants.records import SHARED
+from peftkit_serve.tenants.records import SHARED, tenant_of
 
 _UPLOAD: dict[str, Any] = {
     "requestBody": {
@@ -191,9 +191,9 @@ async def _from_path(service: Service, owner: str, name: str, path: str) -> Publ
 
 async def _published(service: Service, owner: str, name: str, fill: Callable[[Arrival], None]) -> Published:
     version = await service.catalog.publish(owner, name, fill)
-    adapter = service.catalog.owned(owner, name)
-    card = VersionCard.of(adapter, version, service.catalog.shelf)
-    return Published(name=adapter.name, tenant=adapter.tenant, **card.model_dump())
+    # as it came: others may have changed or removed the name since
+    card = VersionCard.of(version, 1.0, service.catalog.shelf)
+    return Published(name=name, tenant=tenant_of(owner), **card.model_dump())
 
 
 async def _form(request: Request) -> tuple[dict[str, str], list[UploadFile]]:

@@ -164,7 +164,7 @@ class VersionCard(BaseModel):
     """How long it took to load, in this process."""
 
     @classmethod
-    def of(cls, adapter: Adapter, version: Version, shelf: Shelf) -> Self:
+    def of(cls, version: Version, weight: float, shelf: Shelf) -> Self:
         digest = version.digest
         return cls(
             version=version.number,
@@ -174,7 +174,7 @@ class VersionCard(BaseModel):
             num_virtual=version.num_virtual,
             bytes=version.nbytes,
             created=version.created,
-            weight=adapter.weights.get(version.number, 0.0),
+            weight=weight,
             tier=shelf.tier(digest),
             references=shelf.references(digest),
             last_use=shelf.last_use(digest),
@@ -197,7 +197,8 @@ class AdapterCard(BaseModel):
 
     @classmethod
     def of(cls, adapter: Adapter, shelf: Shelf) -> Self:
-        cards = [VersionCard.of(adapter, version, shelf) for version in adapter.versions.values()]
+        shares = adapter.weights
+        cards = [VersionCard.of(one, shares.get(one.number, 0.0), shelf) for one in adapter.versions.values()]
         return cls(name=adapter.name, tenant=adapter.tenant, watched=adapter.watched, versions=cards)
 
     @classmethod

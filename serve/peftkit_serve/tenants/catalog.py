@@ -257,8 +257,7 @@ class Catalog:
                 content |= {"kind": entry.kind, "rank": entry.rank, "num_virtual": entry.num_virtual}
             async with self._lock:
                 self._check_free(owner, name)  # others may have come meanwhile
-                number = await asyncio.to_thread(self._database.add_version, owner, name, content)
-                return self._database.snapshot.adapters[owner, name].versions[number]
+                return await asyncio.to_thread(self._database.add_version, owner, name, content)
         except Exception as error:
             raise _without_place(error, self.shelf.folder(digest)) from None
         finally:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import quote
@@ -147,8 +148,8 @@ class Database:
             if not connection.execute(sa.delete(tables.keys).where(found)).rowcount:
                 raise InputError(f"there is no key '{key_id[:64]}'", field="key")
 
-    def add_version(self, owner: str, name: str, content: Mapping[str, Any]) -> int:
-        """A new version of a name, which takes all of its requests from now on; returns its number.
+    def add_version(self, owner: str, name: str, content: Mapping[str, Any]) -> Version:
+        """A new version of a name, which takes all of its requests from now on.
 
         content: the fields of `Version` but number and created. Raises InputError where the owner's limits are passed.
         """
@@ -162,9 +163,9 @@ class Database:
                 connection.execute(sa.insert(tables.adapters).values(**values))
             else:
                 self._route(connection, row, weights, last_version=number)
-            values = {**content, "number": number, "created": time.time(), **self._named(owner, name)}
-            connection.execute(sa.insert(tables.versions).values(**values))
-        return number
+            version = Version(**content, number=number, created=time.time())
+            connection.execute(sa.insert(tables.versions).values(**asdict(version), **self._named(owner, name)))
+        return version
 
     def set_weights(self, owner: str, name: str, weights: Weights) -> None:
         """Sends shares of a name's requests to versions, all of which must be there."""
