@@ -315,6 +315,20 @@ def test_visits_return_what_they_took_whatever_ends_them() -> None:
         admission.enter("a", Limits(max_queue=None), answers=5, prompt_tokens=1)
 
 
+def test_a_tenant_that_fills_the_servers_queue_shuts_no_other_out() -> None:
+    admission, limits = Admission(max_waiting=4), Limits(max_queue=None)
+    for _ in range(4):
+        admission.enter("flood", limits, answers=1, prompt_tokens=1)
+    with pytest.raises(Refusal, match="server's queue"):
+        admission.enter("flood", limits, answers=1, prompt_tokens=1)
+    visit = admission.enter("calm", limits, answers=2, prompt_tokens=1)
+    with pytest.raises(Refusal, match="server's queue"):
+        admission.enter("calm", limits, answers=1, prompt_tokens=1)
+    visit.started()
+    visit.started()
+    admission.enter("calm", limits, answers=1, prompt_tokens=1)
+
+
 @pytest.mark.parametrize("limits", [Limits(requests_per_minute=1), Limits(tokens_per_minute=100)])
 def test_a_request_that_fails_before_its_first_token_takes_nothing_of_the_rates(limits: Limits) -> None:
     now = 0.0

@@ -111,7 +111,8 @@ class Admission:
 
     def __init__(self, *, max_waiting: int = 1024, clock: Callable[[], float] = time.monotonic) -> None:
         """
-        max_waiting: answers of all tenants together that may wait for their first token.
+        max_waiting: answers of all tenants together that may wait for their first token. A tenant of which none waits
+            may send one request more: others that fill the queue don't shut it out.
         """
         self.clock = clock
         self._max_waiting = max_waiting
@@ -162,7 +163,10 @@ class Admission:
             raise Refusal(message, "concurrency_limit_exceeded", account.ends.gap_s)
         for full, message in (
             (limits.max_queue is not None and account.num_waiting + answers > limits.max_queue, "your queue is full"),
-            (self._num_waiting + answers > self._max_waiting, "the server's queue is full"),
+            (
+                account.num_waiting and self._num_waiting + answers > self._max_waiting,
+                "the server's queue is full",
+            ),
         ):
             if full:
                 raise Refusal(message, "queue_full", account.starts.gap_s * answers)
