@@ -99,7 +99,7 @@ class Optim(_Section):
 class Train(_Section):
     """How long and in what portions."""
 
-    epochs: int = Field(default=1, ge=1)
+    epochs: int = Field(default=1, ge=1, le=10_000)
     """Passes over the training rows."""
     max_steps: int | None = Field(default=None, ge=1)
     """Optimiser steps, however many epochs that takes; null goes by epochs."""

@@ -160,6 +160,8 @@ def _message(faults: Sequence[_Fault], recipe: type[BaseModel], overrides: Seque
         case "model_type" | "model_attributes_type" | "dict_type":
             example = ", as in {kind: lora}" if fault.path[:1] == ("method",) else ""
             return f"must be a mapping of keys to values{example}, not {shown_value(detail['input'])}"
+        case "missing":
+            return f"is missing: the value is {shown_value(detail['input'])}"
         case _:  # several of one key are those of a union's members
             wanted = dict.fromkeys(each.detail["msg"].removeprefix("Input should be ") for each in faults)
             return f"should be {' or '.join(wanted)}, not {shown_value(detail['input'])}"

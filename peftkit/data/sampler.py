@@ -131,6 +131,8 @@ class Sampler:
 
     def num_windows(self, epochs: int) -> int:
         """Windows in the first `epochs` epochs."""
+        if self._batching.batch_size is not None:  # each epoch has as many micro-batches
+            return epochs * math.ceil(math.ceil(len(self._samples) / self._batching.batch_size) / self._window)
         plans = (self._batching.plan(self._lengths, str(epoch)) for epoch in range(epochs))
         return sum(math.ceil(len(plan) / self._window) for plan in plans)
 

@@ -169,7 +169,8 @@ def check_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any], total_st
             )
     for name, field in (("base", "base"), ("train", "data.train"), ("valid", "data.valid")):
         if checkpoint.identity[name] != identity[name]:
-            raise InputError(f"--resume: {field} is not what the run began with: {remedy}", field=field)
+            shown = f" {now[field]}" if now.get(field) else ""
+            raise InputError(f"--resume: {field}{shown} is not what the run began with: {remedy}", field=field)
     if identity["processes"] != checkpoint.identity["processes"]:
         raise InputError(
             f"--resume: the run began with {checkpoint.identity['processes']} processes, this are "

@@ -414,7 +414,7 @@ def test_resume_on_changed_data_is_refused_and_moved_data_is_not(
     with moved.open("a") as file:
         file.write('{"prompt": "a", "completion": "b"}\n')
     changed = recipe.model_copy(update={"data": data, "log": log})
-    with pytest.raises(InputError, match=r"--resume: data\.train is not what the run began with"):
+    with pytest.raises(InputError, match=r"--resume: data\.train \S*moved\.jsonl is not what the run began"):
         train(changed, resume=True)
     moved.write_bytes((tmp_path / "train.jsonl").read_bytes())
     assert train(changed, resume=True).steps == 10

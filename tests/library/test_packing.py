@@ -213,6 +213,19 @@ def test_an_epochs_plan_is_one_of_its_seed_and_holds_each_sample_once(batch_size
         assert all(sum(map(len, batch)) == batch_size for batch in plan(seed, 0)[:-1])
 
 
+@pytest.mark.parametrize("width", [None, 64])
+@pytest.mark.parametrize("batch_size", [None, 7])
+def test_windows_are_counted_as_they_are_walked(batch_size: int | None, width: int | None, seed: int) -> None:
+    rng = random.Random(seed)
+    lengths = [rng.randint(2, 60) for _ in range(rng.randint(1, 150))]
+    samples = [Sample("a", np.zeros(length, dtype=np.int32), np.arange(length) > 0) for length in lengths]
+    sampler = Sampler(samples, Batching(seed, 256, batch_size, width), window=3)
+    counted, walked = sampler.num_windows(3), 0
+    while sampler.next_window() and sampler.position.epoch < 3:
+        walked += 1
+    assert counted == walked
+
+
 def test_little_padding_is_left(seed: int) -> None:
     rng = random.Random(seed)
     samples = [
