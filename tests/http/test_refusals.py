@@ -222,6 +222,22 @@ def test_a_prompt_longer_than_the_context_is_refused(server: Any, length: int) -
     assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
 
 
+def test_a_text_that_cant_fit_is_refused_before_it_is_tokenised(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tokenised(*_: Any) -> list[int]:
+        raise AssertionError
+
+    monkeypatch.setattr("peftkit_serve.http.service.encode_prompt", tokenised)
+    monkeypatch.setattr("peftkit_serve.http.service.encode_rendered", tokenised)
+    text = "x" * 2**20
+    for path, body, field in (
+        ("completions", {**TEXT, "prompt": text}, "prompt"),
+        ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": text}]}, "messages"),
+    ):
+        error = refused(server, path, body)
+        assert error["code"] == "context_length_exceeded" and error["param"] == field
+        assert "2048 tokens" in error["message"] and "characters" in error["message"]
+
+
 def test_virtual_tokens_count_against_the_context(server: Any) -> None:
     error = refused(server, "completions", {**TEXT, "model": "soft", "prompt": "x" * 2028})
     assert error["code"] == "context_length_exceeded"

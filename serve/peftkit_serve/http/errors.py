@@ -101,6 +101,15 @@ def context_length_exceeded(num_tokens: int, room: int, field: str) -> ApiError:
     return ApiError(400, message, param=field, code="context_length_exceeded")
 
 
+def text_too_long(num_chars: int, room: int, field: str) -> ApiError:
+    """400: a prompt's text has more characters than the tokens have for which there is room."""
+    message = (
+        f"this model's context has room for {room} tokens, and the text of {field} has {num_chars} characters: "
+        f"shorten {field}"
+    )
+    return ApiError(400, message, param=field, code="context_length_exceeded")
+
+
 def from_input(error: InputError) -> ApiError:
     """What is the client's to mend, with the status that says of which kind it is."""
     status, code = next((status, code) for kind, status, code in _STATUSES if isinstance(error, kind))

@@ -4,15 +4,16 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
+from transformers import PreTrainedTokenizerBase
 
 from peftkit.artifact.files import RECORD_FILE, read_json
-from peftkit.chat import encode_prompt, encode_rendered, render_chat
+from peftkit.chat import encode_prompt, encode_rendered, render_text
 from peftkit.errors import InputError, PeftkitError, RunError
 from peftkit_serve.adapters.store import AdapterEntry
 from peftkit_serve.async_engine import AsyncEngine
@@ -30,6 +31,11 @@ from peftkit_serve.tenants.catalog import Catalog, Chosen
 from peftkit_serve.tenants.content import template_of
 
 logger = logging.getLogger(__name__)
+
+_LONG_TEXT = 2**16
+"""Characters above which a text waits for its turn: a token takes more than 100 bytes until all are known."""
+_MAX_LONG_TEXTS = 2
+"""Such texts at a time."""
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 """The outputs of a request's answers as they come, each with its answer's index."""
@@ -89,6 +95,7 @@ class Service:
         encode_prompt(engine.engine.tokenizer, "ready")
         self._longest_token = max(map(len, engine.engine.tokenizer.get_vocab()), default=1)
         """Most characters that a token stands for."""
+        self._long_texts = asyncio.Semaphore(_MAX_LONG_TEXTS)
 
     @property
     def ready(self) -> bool:
@@ -143,9 +150,9 @@ class Service:
         try:
             if model.template is not None:
                 text = await self._own_text(model, model.template, messages, tools)
-                token_ids = await run_in_threadpool(encode_rendered, tokenizer, text)
             else:
-                token_ids = await run_in_threadpool(lambda: render_chat(tokenizer, messages, tools=tools or None))
+                text = await run_in_threadpool(lambda: render_text(tokenizer, messages, tools=tools or None))
+            token_ids = await self._token_ids(model, text, "messages", encode_rendered)
         except (PeftkitError, ApiError):
             raise
         except Exception as error:  # the base's template is a program too: it may raise anything
@@ -155,7 +162,7 @@ class Service:
     async def text_prompt(self, model: Model, prompt: str | list[int]) -> list[int]:
         """Token ids of a text, or the ids themselves, checked to fit. Raises 400 naming `prompt`."""
         if isinstance(prompt, str):
-            prompt = await run_in_threadpool(encode_prompt, self.engine.engine.tokenizer, prompt)
+            prompt = await self._token_ids(model, prompt, "prompt", encode_prompt)
         return self._fitting(model, prompt, "prompt")
 
     async def check_schema(self, schema: str | None) -> None:
@@ -266,16 +273,23 @@ class Service:
     ) -> str:
         """A conversation by an adapter's own template. Raises 400 for one that fails, takes too much or can't fit."""
         try:
-            most = self._longest_token * model.room
-            return await self._templates.render(template, messages, tools, max_chars=most)
+            return await self._templates.render(template, messages, tools, max_chars=self._max_chars(model))
         except TextTooLong as error:
-            message = (
-                f"this model's context has room for {model.room} tokens, and the conversation's text has "
-                f"{error.num_chars} characters: shorten messages"
-            )
-            raise ApiError(400, message, param="messages", code="context_length_exceeded") from None
+            raise errors.text_too_long(error.num_chars, model.room, "messages") from None
         except TemplateError as error:
             raise _template_failed(model, error.kind) from None
+
+    async def _token_ids(
+        self, model: Model, text: str, field: str, encode: Callable[[PreTrainedTokenizerBase, str], list[int]]
+    ) -> list[int]:
+        """Token ids of a text that may fit. Raises 400 for one that can't, before time and memory go into it."""
+        if len(text) > self._max_chars(model):
+            raise errors.text_too_long(len(text), model.room, field)
+        async with self._long_texts if len(text) > _LONG_TEXT else nullcontext():
+            return await run_in_threadpool(encode, self.engine.engine.tokenizer, text)
+
+    def _max_chars(self, model: Model) -> int:
+        return self._longest_token * model.room
 
     def _fitting(self, model: Model, token_ids: list[int], field: str) -> list[int]:
         if not token_ids:
