@@ -9,6 +9,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from peftkit_serve.http.schemas import ChatRequest, TokenIds
 
 HELLO = [{"role": "user", "content": "Hello"}]
 CHAT: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 2}
@@ -337,6 +340,21 @@ def test_half_of_a_surrogate_pair_is_refused_wherever_it_stands(
     body = {"completions": TEXT, "chat/completions": CHAT}.get(path, {}) | fields
     error = refused(server, path, body)
     assert error["param"] == param and "surrogate" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (TokenIds, ["a"] * 1000),
+        (ChatRequest, {**CHAT, "messages": [1] * 1000}),
+        (ChatRequest, {**CHAT, "messages": [{"role": "user", "content": "a", "tool_calls": [1] * 1000}]}),
+        (ChatRequest, {**CHAT, "tools": [1] * 1000}),
+    ],
+)
+def test_a_list_is_checked_up_to_its_first_wrong_item(kind: Any, value: Any) -> None:
+    with pytest.raises(ValidationError) as wrong:
+        TypeAdapter(kind).validate_python(value)
+    assert wrong.value.error_count() == 1
 
 
 def test_whole_surrogate_pairs_are_characters_and_a_body_may_begin_with_a_byte_order_mark(server: Any) -> None:

@@ -69,7 +69,9 @@ def _wrong(field: str, message: str) -> PydanticCustomError:
 
 
 class Body(BaseModel):
-    """A request body: nothing is coerced, and an unknown field is refused with the nearest right name."""
+    """A request body: nothing is coerced, and an unknown field is refused with the nearest right name.
+
+    Lists end at their first wrong item (`fail_fast`): an error for each would take seconds, and gigabytes."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -114,7 +116,7 @@ class Sampling(Body):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     """Fixes the random draws of this request, whatever else is in the batch."""
     stop: Annotated[
-        StopText | list[StopText] | None,
+        StopText | Annotated[list[StopText], Field(fail_fast=True)] | None,
         _said(f"stop must be a string or a list of strings, each of at most {MAX_STOP} characters"),
     ] = None
     """Generation ends before the first of these strings; at most 16."""
@@ -197,7 +199,7 @@ class Sampling(Body):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
 
 
 class CompletionRequest(Sampling):
@@ -205,9 +207,9 @@ class CompletionRequest(Sampling):
 
     prompt: Annotated[
         str
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
         | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)],
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)],
         _said(
             "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids "
             f"(none empty, at most {MAX_PROMPTS} prompts)"
@@ -278,13 +280,13 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """`developer` is the newer name of `system`, and is rendered as it."""
     content: Annotated[
-        str | list[TextPart] | None,
+        str | Annotated[list[TextPart], Field(fail_fast=True)] | None,
         _said("content must be a string or a list of text parts; images, audio and files are not supported"),
     ] = None
     """May be null only where an assistant calls tools."""
     name: str | None = None
     """Handed to the chat template, which may name the speaker."""
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     """Of an assistant's message: what it called."""
     tool_call_id: str | None = None
     """Of a tool's message: the call that it answers."""
@@ -371,7 +373,7 @@ class ResponseFormat(Body):
 class ChatRequest(Sampling):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     """The conversation so far; the answer is the next message."""
 
     prediction: dict[str, Any] | None = None
@@ -383,7 +385,7 @@ class ChatRequest(Sampling):
     """Only with `logprobs`: this many likeliest tokens beside each."""
     response_format: ResponseFormat | None = None
     """Holds the answer to JSON, or to a schema."""
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     """Told to the model by the chat template, which must know tools; calls come as the answer's text."""
     tool_choice: Annotated[
         str | dict[str, Any] | None, _said("tool_choice must be a string or an object"), only("none", "auto")
