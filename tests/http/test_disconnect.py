@@ -92,6 +92,25 @@ def test_a_cancelled_request_is_counted_and_logged_as_one(server: Any, caplog: p
         wait_for(lambda: any("'outcome': 'cancelled'" in record.message for record in caplog.records))
 
 
+@pytest.mark.parametrize("kind", ["application/json", "multipart/form-data; boundary=x"])
+def test_a_client_that_goes_away_within_its_body_is_no_fault_of_ours(
+    server: Any, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    def line() -> dict[str, Any] | None:
+        said = [record.msg for record in caplog.records if isinstance(record.msg, dict)]
+        return next((one for one in said if one.get("path") == "/v1/adapters"), None)
+
+    host, port = server.url.removeprefix("http://").split(":")
+    with caplog.at_level(logging.INFO, "peftkit_serve.http"):
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            head = f"POST /v1/adapters HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\nContent-Type: {kind}"
+            connection.sendall(head.encode() + b"\r\n\r\n--x\r\n")
+            time.sleep(0.05)  # so that it is waited for
+        wait_for(lambda: line() is not None)
+    assert (line() or {})["status"] == 499
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
 async def test_work_is_cancelled_when_the_client_goes_away() -> None:
     messages = [{"type": "http.request", "body": b"", "more_body": False}, {"type": "http.disconnect"}]
     ended = asyncio.Event()

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import Counter
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from peftkit_serve.http.errors import ApiError, internal, unavailable
@@ -96,6 +97,8 @@ class Guard:
             if not status:
                 answer = unavailable("the server went away before the request was answered")
                 await answer.response()(scope, receive, send_with_id)
+        except ClientDisconnect:
+            pass  # before its body was there: nobody waits for an answer
         except Exception as error:
             answer = report(error, request_id)
             if not status:  # else the answer has begun, and the server closes the connection on its missing end
