@@ -18,6 +18,7 @@ for exact_match and accuracy, that of a mean for rouge_l, and the linearised one
 import json
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -99,7 +100,7 @@ def read_examples(
     """
     name = source if isinstance(source, str) else source.name
     rows = (_examples(row, tokenizer, max_length, drop_too_long) for row in read_rows(source, format))
-    examples = list(islice(chain.from_iterable(rows), limit))
+    examples = list(islice(chain.from_iterable(rows), None if limit is None else min(limit, sys.maxsize)))
     if num_truncated := sum(example.truncated for example in examples):
         logger.info(
             "%s: %d of %d rows are longer than %d tokens: their prompts' beginnings are cut away",

@@ -129,7 +129,7 @@ class Eval(_Section):
     rows: int | None = Field(default=None, ge=1)
     """Rows of data.valid that are answered for a metric other than loss; null: all."""
     early_stop: int | None = Field(default=None, ge=1)
-    """Stop after this many evaluations in a row without a new best; null never stops early."""
+    """Stop after this many evaluations in a row without a new best; needs data.valid; null never stops early."""
 
 
 class Log(_Section):
@@ -207,6 +207,8 @@ class Recipe(_Section):
             raise ValueError("data.train is missing: name a file of training rows")
         if self.eval.metric != "loss" and self.data.valid is None:
             raise ValueError(f"eval.metric {self.eval.metric} needs data.valid: held-out rows to answer")
+        if self.eval.early_stop is not None and self.data.valid is None:
+            raise ValueError("eval.early_stop needs data.valid: held-out rows to evaluate on")
         if self.data.streaming and self.train.max_steps is None:
             raise ValueError("data.streaming needs train.max_steps: how many rows a stream has isn't known")
         return self

@@ -36,10 +36,11 @@ class Encoding:
     def read(self, source: Source, start: int = 0) -> Iterator["Encoded"]:
         """The rows of a source from `start` on, encoded one by one."""
         for row in read_rows(source, self.format, start=start):
+            encoded = self.encode(row)
             if not start:
                 self.compare_with_served(row)
                 start = 1
-            yield self.encode(row)
+            yield encoded
 
     def compare_with_served(self, row: Row) -> None:
         """Warns where the base's chat template has answers begin otherwise when they are served than in this row."""

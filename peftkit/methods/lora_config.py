@@ -135,7 +135,7 @@ class LoraConfig(MethodSettings):
         paths = [name.removesuffix(".weight") for name in parameters if name.endswith(".weight")]
         found: set[str] = set()
         for name in self.modules_to_save:
-            hit = {path for path in paths if path.endswith(name)}  # HF PEFT's rule here, without a dot
+            hit = {path for path in paths if name and path.endswith(name)}  # HF PEFT's rule here, without a dot
             if not hit:
                 known = {path.rsplit(".", 1)[-1] for path in paths}
                 raise InputError(

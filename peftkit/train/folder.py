@@ -60,6 +60,10 @@ def check_writable(out: Path, *, field: str = "out") -> None:
     no room. `field` is what a user knows it by."""
     remedy = f"put it elsewhere with {field}=FOLDER" if field == "out" else "name another folder"
     try:
+        if broken := next((path for path in (out, *out.absolute().parents) if _is_broken_link(path)), None):
+            raise InputError(
+                f"{field}: {broken} is a link to {broken.readlink()}, which isn't there: {remedy}", field=field
+            )
         above = _nearest_above(out)
         if not above.is_dir():
             raise InputError(f"{field}: {out} can't be a folder, for {above} is a file: {remedy}", field=field)
@@ -79,6 +83,10 @@ def check_room(out: Path, num_bytes: int, *, overwrite: bool) -> None:
             f"out: the run's checkpoints and adapters take {num_bytes / 1e9:.2f} GB and {out} has room for "
             f"{free / 1e9:.2f} GB: make room, or put it elsewhere with out=FOLDER"
         )
+
+
+def _is_broken_link(path: Path) -> bool:
+    return path.is_symlink() and not path.exists()
 
 
 def _nearest_above(path: Path) -> Path:

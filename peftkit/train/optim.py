@@ -12,6 +12,7 @@ from peftkit.recipe import Optim
 from peftkit.train.eight_bit import FlatAdamW8bit
 
 FACTOR = "lr_factor"
+_PAGED = "paged_adamw_8bit"
 
 
 def build_optimizer(
@@ -32,14 +33,18 @@ def build_optimizer(
         return torch.optim.AdamW(groups, **shared, fused=True)
     from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
 
-    paged = settings.name == "paged_adamw_8bit"
-    if paged and not torch.cuda.is_available():
+    check_paged(settings)
+    make: Any = PagedAdamW8bit if settings.name == _PAGED else AdamW8bit
+    return FlatAdamW8bit(groups, lambda laid_out: make(laid_out, **shared))
+
+
+def check_paged(settings: Optim) -> None:
+    """Raises RecipeError for paged moments where there is no GPU to page them out of."""
+    if settings.name == _PAGED and not torch.cuda.is_available():
         raise RecipeError(
-            "optim.name: paged_adamw_8bit pages moments out of a GPU's memory, and there is no GPU: use adamw_8bit",
+            f"optim.name: {_PAGED} pages moments out of a GPU's memory, and there is no GPU: use adamw_8bit",
             field="optim.name",
         )
-    make: Any = PagedAdamW8bit if paged else AdamW8bit
-    return FlatAdamW8bit(groups, lambda laid_out: make(laid_out, **shared))
 
 
 def moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

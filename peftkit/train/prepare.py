@@ -41,6 +41,7 @@ from peftkit.train.adapter_size import check_adapter_fits
 from peftkit.train.fit import choose_recompute
 from peftkit.train.folder import versions
 from peftkit.train.memory import return_freed_memory
+from peftkit.train.optim import check_paged
 from peftkit.train.processes import check_launch
 from peftkit.train.recompute import NOTHING, Recompute, set_recompute
 
@@ -170,6 +171,8 @@ def load(recipes: Sequence[Recipe]) -> tuple[Resident, list[Rows]]:
     return_freed_memory()
     if not accelerator.is_main_process:
         logging.getLogger("peftkit").setLevel(logging.ERROR)  # one process tells what all of them do
+    for recipe in recipes:
+        check_paged(recipe.optim)
     first = recipes[0]
     if any(recipe.train.shard_base != first.train.shard_base for recipe in recipes):
         raise RecipeError("train.shard_base: all runs share one base: write the same in each", field="train.shard_base")

@@ -185,6 +185,7 @@ def test_uid_follows_content_and_not_names_order_or_dropout(saved: Artifact, tmp
         ({"lora_bias": True}, "missing.*lora_B.bias"),
         ({"modules_to_save": ["lm_head"]}, "missing.*lm_head.weight"),
         ({"modules_to_save": ["head"]}, "missing.*lm_head.weight"),
+        ({"modules_to_save": ["lm_head", ""]}, "modules_to_save: '' names no module"),
         ({"modules_to_save": ["heed"]}, "modules_to_save: 'heed' names no module"),
         ({"trainable_token_indices": [1]}, "missing.*embed_tokens.token_adapter"),
         ({"trainable_token_indices": [1000]}, "there is no token 1000"),

@@ -139,6 +139,14 @@ def test_a_second_bos_is_refused(tmp_path: Path, tiny_base: Path) -> None:
         load_dataset(str(path), tokenizer, max_length=200)
 
 
+def test_a_base_without_a_template_is_refused_with_the_row(tmp_path: Path, tiny_base: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+    tokenizer.chat_template = None
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(DataError, match=r"a.jsonl:1: messages: .*no chat template"):
+        load_dataset(str(write(tmp_path / "a.jsonl", {"messages": turns})), tokenizer, max_length=64)
+
+
 def test_a_template_whose_turns_have_no_end_is_refused_with_the_row(tmp_path: Path, tiny_base: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_base)
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

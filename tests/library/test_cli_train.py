@@ -147,6 +147,7 @@ def test_a_key_with_dashes_in_front_is_told_of_its_way(recipe: str, capsys: Capt
             "peftkit: out: FILE/sub can't be a folder, for FILE is a file: put it elsewhere with out=",
         ),
         (["out=FILE"], 2, "peftkit: out: FILE is a file, not a folder"),
+        (["out=FILE.link/sub"], 2, "peftkit: out: FILE.link is a link to gone, which isn't there: put it elsewhere"),
         (["out=/proc/peftkit/run"], 1, "peftkit: out: can't write /proc/peftkit/run: "),
         (["--deploy", "FILE/sub"], 2, "peftkit: --deploy: FILE/sub can't be a folder, for FILE is a file"),
         (["--deploy", "/proc/peftkit"], 1, "peftkit: --deploy: can't write /proc/peftkit: "),
@@ -156,6 +157,7 @@ def test_where_nothing_can_be_written_is_known_before_the_base_is_loaded(
     recipe: str, tmp_path: Path, capsys: Capture, given: list[str], code: int, message: str
 ) -> None:
     (file := tmp_path / "file").touch()
+    (tmp_path / "file.link").symlink_to("gone")
     argv = [word.replace("FILE", str(file)) for word in given]
     found, _, err = answer(capsys, recipe, "base=nowhere/at-all", *argv)
     assert (found, err[: len(message) + 500].startswith(message.replace("FILE", str(file)))) == (code, True), err

@@ -129,6 +129,7 @@ def test_examples_are_tokenised_as_in_training(tiny_base: Path, tmp_path: Path) 
     assert (list(first.prompt_ids), list(first.reference_ids)) == (ids[:num_prompt], ids[num_prompt:-1])
     assert (first.reference, second.where) == (" 4", f"{name}:2")
     assert read_examples(name, tokenizer, max_length=64, limit=1) == [first]
+    assert read_examples(name, tokenizer, max_length=64, limit=10**20)[0] == first
 
 
 def test_a_chats_reference_is_its_last_answer(tiny_base: Path, tmp_path: Path) -> None:

@@ -209,6 +209,7 @@ def test_overrides_take_yaml_values_and_come_before_the_file(tmp_path: Path) -> 
         ("train.epochs=many", "'train.epochs=many': should be a valid integer, not \"many\""),
         ("data.packing=1", "'data.packing=1': should be 'auto' or a valid boolean, not 1"),
         ("optim.betas=[0.9, 2]", "'optim.betas=[0.9, 2]': betas must lie between 0 and 1, not [0.9, 2.0]"),
+        ("eval.early_stop=2", "'eval.early_stop=2': eval.early_stop needs data.valid"),
         ("eval.metric=accuracy", "'eval.metric=accuracy': eval.metric accuracy needs data.valid"),
         ("optim.lr", "'optim.lr': write it as key.path=value, as in optim.lr=1e-3"),
         ("optim..lr=1", "'optim..lr=1': write it as key.path=value"),
