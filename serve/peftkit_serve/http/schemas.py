@@ -5,11 +5,12 @@ is declared with `only(...)`, the values that leave the answer as it is: any oth
 """
 
 import json
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -32,6 +33,8 @@ MAX_STOP = 1024
 """Most characters of a stop string."""
 MAX_BIASES = 1024
 """Most tokens with a bias: each is work in every step, which other requests wait for. OpenAI takes 300."""
+MAX_METADATA = 1024
+"""Most pairs of what is accepted without effect. OpenAI takes 16."""
 
 
 def only(*values: object) -> AfterValidator:
@@ -57,6 +60,18 @@ def _said(message: str) -> WrapValidator:
             raise PydanticCustomError("invalid_type", "{message}", {"message": message}) from None
 
     return WrapValidator(validate)
+
+
+def _at_most(most: int) -> BeforeValidator:
+    """Refuses an object of more fields before any of them is looked at."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, dict) and len(cast(dict[Any, Any], value)) > most:
+            message = f"{info.field_name} must have at most {most} entries"
+            raise PydanticCustomError("too_long", "{message}", {"message": message})
+        return value
+
+    return BeforeValidator(check)
 
 
 StopText = Annotated[str, Field(max_length=MAX_STOP)]
@@ -135,16 +150,18 @@ class Sampling(Body):
     """Makes tokens less likely for each time that they were generated before."""
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = 1
     """Above 1, makes tokens of the prompt and of the answer less likely, as transformers does it."""
-    logit_bias: (
-        Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None
-    ) = None
+    logit_bias: Annotated[
+        dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None,
+        Field(json_schema_extra={"maxProperties": MAX_BIASES}),
+        _at_most(MAX_BIASES),
+    ] = None
     """Token id → what is added to its logit; at most 1024 tokens."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = 0
     """Among a tenant's own waiting requests the highest comes first."""
 
     user: str | None = None
     """Accepted without effect, as are the fields below."""
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, _at_most(MAX_METADATA)] = None
     store: bool | None = None
     parallel_tool_calls: bool | None = None
     service_tier: str | None = None
