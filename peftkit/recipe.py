@@ -193,6 +193,8 @@ class Recipe(_Section):
     @field_validator("out")
     @classmethod
     def _out_is_a_path(cls, out: str) -> str:
+        if not out.strip():
+            raise ValueError("is empty: name the folder of the run")
         if "\0" in out:
             raise ValueError(f"{out!r} is no path: it holds a NUL character")
         try:

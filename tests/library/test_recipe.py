@@ -113,6 +113,7 @@ def test_every_field_has_a_default_and_a_docstring() -> None:
         ("train: {epochs: true}", "recipe.yaml: train.epochs: should be a valid integer, not true"),
         ("train: {epochs: 0}", "recipe.yaml: train.epochs: should be greater than or equal to 1, not 0"),
         ("train: {epochs: 10001}", "recipe.yaml: train.epochs: should be less than or equal to 10000, not 10001"),
+        ("out: ''", "recipe.yaml: out: is empty: name the folder of the run"),
         ("optim: {betas: [0.9]}", "recipe.yaml: optim.betas.1: is missing: the value is [0.9]"),
         ("learning_rate: 1", "recipe.yaml: learning_rate: unknown key; did you mean 'optim.lr'?"),
         ("method: {kind: lora, rank: 1}", "recipe.yaml: method.rank: unknown key; did you mean 'method.r'?"),
