@@ -370,7 +370,7 @@ def test_a_run_loses_the_same_through_it(
     packing = prepare._packing
     for name in ("own", "fused"):
         if name == "fused":  # on a CPU it isn't taken by itself
-            monkeypatch.setattr(prepare, "_packing", lambda model, recipe: (fuse(model), packing(model, recipe))[1])
+            monkeypatch.setattr(prepare, "_packing", lambda model, *rest: (fuse(model), packing(model, *rest))[1])
         summary = train(make_recipe(method={"variant": variant}, quant={"kind": quant}, out=str(tmp_path / name)))
         losses.append(summary.train_loss)
         assert summary.fast_share == (1.0 if name == "fused" else 0.0)
