@@ -25,6 +25,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from peftkit.cli.main import run
 from peftkit.errors import InputError
 from peftkit_serve.http.tracing import open_provider
+from peftkit_serve.tenants.records import Limits
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1"}
@@ -165,11 +166,11 @@ def test_no_span_holds_a_prompt_an_answer_or_a_key(traced: Traced) -> None:
     ],
 )
 def test_a_refused_request_has_its_code_in_place_of_tokens(
-    traced: Traced, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any], status: int, code: str | None
+    traced: Traced, body: dict[str, Any], status: int, code: str | None
 ) -> None:
     admission = traced.server.service.admission
-    monkeypatch.setattr(admission, "_num_waiting", admission._max_waiting)
-    assert traced.post("completions", **body).status_code == status
+    with admission.enter("", Limits(max_queue=None), answers=admission._max_waiting, prompt_tokens=0):
+        assert traced.post("completions", **body).status_code == status
     spans = traced.spans(1 if code is None else 3)
     assert (spans["POST /v1/completions"].attributes or {})["http.response.status_code"] == status
     if code is not None:
