@@ -84,3 +84,22 @@ def embedded_cache(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch)
     """A cache for the embedded base's conversion, half a gigabyte, that stays in the checkout's .pytest_cache."""
     assert pytestconfig.cache is not None
     monkeypatch.setenv("PEFTKIT_HOME", str(pytestconfig.cache.mkdir("peftkit")))
+
+
+@pytest.fixture
+def compute_capability_90(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets Triton compile for compute capability 9.0 without a GPU; a launch would ask the driver for more."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+
+    class Device:
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+    monkeypatch.setattr(driver, "_active", Device())

@@ -38,7 +38,7 @@ def test_the_pages_are_open_and_let_a_browser_load_nothing_of_others(server: Any
 @pytest.fixture
 def browser() -> Iterator[Any]:
     """A headless Chromium of the system."""
-    playwright = pytest.importorskip("playwright.sync_api")
+    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: make test-service installs it")
     if CHROMIUM is None:
         pytest.skip("no chromium: make test-service installs it")
     with playwright.sync_playwright() as api:

@@ -24,17 +24,24 @@ def upload(server: Any, name: str, folder: Path) -> httpx.Response:
     return httpx.post(f"{server.url}/v1/adapters", data={"name": name}, files=files, timeout=30)
 
 
+def held(folder: Path) -> tuple[Callable[[Arrival], None], threading.Event, threading.Event]:
+    """An upload of a folder, that it has begun, and what it then waits for."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def arrive(arrival: Arrival) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        arrival.copy(folder)
+
+    return arrive, begun, go_on
+
+
 async def test_an_upload_waits_for_none_that_is_still_unpacked(
     make_engine: Callable[..., Any], adapter_folders: Folders, tmp_path: Path
 ) -> None:
     app = create_app(AsyncEngine(make_engine()), served_name="tiny", settings=Settings(store=tmp_path))
     catalog = app.state.service.catalog
-    begun, go_on = threading.Event(), threading.Event()
-
-    def slowly(arrival: Arrival) -> None:
-        begun.set()
-        assert go_on.wait(60)
-        arrival.copy(adapter_folders["red"])
+    slowly, begun, go_on = held(adapter_folders["red"])
 
     async with app.router.lifespan_context(app):
         try:
@@ -58,12 +65,7 @@ async def test_who_gives_up_while_it_is_unpacked_leaves_nothing_half_done(
 ) -> None:
     app = create_app(AsyncEngine(make_engine()), served_name="tiny", settings=Settings(store=tmp_path))
     catalog = app.state.service.catalog
-    begun, go_on = threading.Event(), threading.Event()
-
-    def slowly(arrival: Arrival) -> None:
-        begun.set()
-        assert go_on.wait(60)
-        arrival.copy(adapter_folders["red"])
+    slowly, begun, go_on = held(adapter_folders["red"])
 
     async with app.router.lifespan_context(app):
         slow = asyncio.create_task(catalog.publish(SHARED, "slow", slowly))

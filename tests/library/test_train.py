@@ -290,7 +290,7 @@ def test_metrics_have_a_line_every_so_many_steps_and_at_the_end(make_recipe: Mak
 
 
 def test_tensorboard_curves_are_written_where_the_package_is_installed(make_recipe: MakeRecipe) -> None:
-    pytest.importorskip("tensorboard")
+    pytest.importorskip("tensorboard", reason="tensorboard isn't installed: pip install '.[test]'")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     summary = train(make_recipe(log={"tensorboard": True}))
@@ -329,7 +329,7 @@ def test_wandb_without_its_package_is_refused_before_anything_is_loaded(
 def test_wandb_gets_the_figures_of_the_log_where_it_is_installed(
     make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wandb = pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb", reason="wandb isn't installed; what is said without it is tested")
     monkeypatch.setenv("WANDB_MODE", "offline")
     summary = train(make_recipe(log={"wandb": True}))
     assert list((summary.out / "wandb").glob("offline-run-*/*.wandb"))

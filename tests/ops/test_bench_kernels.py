@@ -9,7 +9,7 @@ from peftkit.cli import main
 from peftkit_bench.kernels import all_cases, run
 from peftkit_bench.kernels.case import Case, Floor, Goal
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is made for Linux only, where the tests always have it")
 
 
 def case(name: str) -> Case:

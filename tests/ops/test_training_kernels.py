@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import peftkit_kernels as ops
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is made for Linux only, where the tests always have it")
 
 Near = Callable[..., None]
 Interpreter = Callable[[str], ModuleType]

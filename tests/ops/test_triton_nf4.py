@@ -10,7 +10,7 @@ from torch import Tensor
 
 from peftkit_kernels import nf4_dequantize, nf4_linear, reference
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is made for Linux only, where the tests always have it")
 
 Near = Callable[..., None]
 Interpreter = Callable[[str], ModuleType]
