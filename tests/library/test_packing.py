@@ -230,7 +230,7 @@ def test_little_padding_is_left(seed: int) -> None:
     rng = random.Random(seed)
     samples = [
         Sample("a", np.zeros(length, dtype=np.int32), np.arange(length) > 0)
-        for length in (rng.randint(4, 100) for _ in range(600))
+        for length in (rng.randint(4, 100) for _ in range(9600))
     ]
     packed, padded = (
         padding_share(Sampler(samples, Batching(seed, 2048, size, width), window=1).shapes())
