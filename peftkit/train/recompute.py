@@ -104,7 +104,8 @@ class _Again:
         self._places = [place for place, value in enumerate(args) if isinstance(value, Tensor)]
         # saved as autograd saves them: hooks see them, and a change in place is found out
         anchor = torch.empty(0, requires_grad=True)
-        self._inputs: Any = _Inputs.apply(anchor, *[args[place] for place in self._places]).grad_fn
+        # the output, not its node alone: up to torch 2.11 what a node saved goes with its last output
+        self._inputs: Any = _Inputs.apply(anchor, *[args[place] for place in self._places])
         tensors = [args[place] for place in self._places]
         indices = {tensor.device.index for tensor in tensors if tensor.device.type == "cuda"}
         self._generators: list[torch.Generator] = []
@@ -141,7 +142,7 @@ class _Again:
 
     def _run(self) -> None:
         args = list(self._args)
-        for place, tensor in zip(self._places, self._inputs.saved_tensors, strict=True):
+        for place, tensor in zip(self._places, self._inputs.grad_fn.saved_tensors, strict=True):
             args[place] = tensor
         self._saved = []
         now = self.generators() if self._states else []

@@ -79,11 +79,11 @@ class DecodeGraphs:
         """
         keys = self._keys()
         probes = keys[:_NUM_PROBES]
-        pool, before = torch.cuda.graph_pool_handle(), _free_bytes(self._device)
+        pool, before = torch.cuda.graph_pool_handle(), _Held.of(self._device)
         self._capture(probes[:1], pool)
-        first = before - _free_bytes(self._device)
+        begun = _Held.of(self._device)
         self._capture(probes[1:], pool)
-        others = before - first - _free_bytes(self._device)
+        first, others = begun.since(before), _Held.of(self._device).since(begun)
         self._graphs.clear()
         self._logits_RV = None
         torch.cuda.empty_cache()
@@ -97,10 +97,10 @@ class DecodeGraphs:
         """
         if self._device.type != "cuda":
             return 0
-        begun, before = time.perf_counter(), _free_bytes(self._device)
+        begun, before = time.perf_counter(), _Held.of(self._device)
         self._capture(self._keys(), torch.cuda.graph_pool_handle())
         logger.info("captured %d decode graphs in %.1f s", len(self._graphs), time.perf_counter() - begun)
-        return before - _free_bytes(self._device)
+        return _Held.of(self._device).since(before)
 
     @torch.inference_mode()
     def _capture(self, keys: Sequence[_Key], pool: Any) -> None:
@@ -154,6 +154,21 @@ class DecodeGraphs:
         return logits_NV, token_N
 
 
-def _free_bytes(device: torch.device) -> int:
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Memory that is taken on a device."""
+
+    on_device: int
+    """By anyone: a graph's own is not of torch's allocator."""
+    by_torch: int
+    """By the allocator of this process alone."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> "_Held":
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        return cls(total - free, torch.cuda.memory_reserved(device))
+
+    def since(self, before: "_Held") -> int:
+        """Bytes taken since then; what another process gives back meanwhile hides none of torch's."""
+        return max(self.on_device - before.on_device, self.by_torch - before.by_torch)
