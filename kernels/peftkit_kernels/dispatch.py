@@ -30,6 +30,7 @@ TRITON: Mapping[str, str] = MappingProxyType(
         "gelu_tanh_and_mul": "triton.activation",
         "grouped_bottleneck": "triton.bottleneck",
         "grouped_lora": "triton.lora",
+        "linear": "triton.linear",
         "nf4_dequantize": "triton.nf4",
         "nf4_linear": "triton.nf4",
         "rms_norm": "triton.norm",

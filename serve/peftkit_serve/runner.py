@@ -37,6 +37,7 @@ from peftkit_serve.step_inputs import StepInputs
 logger = logging.getLogger(__name__)
 
 _WARM_UP_TOKENS = (2, 17, 40, 65, 200, 257, 300, 1025)  # of steps that between them meet every kernel's configurations
+_WARM_UP_REQUESTS = (1, 17, 40)  # of steps of single tokens, likewise: products of few rows, those of the logits too
 _BARE, _LORA, _ALL = Extras(False, False, False), Extras(False, False, False), Extras(True, True, False)
 _GREEDY = Sample(SamplingParams(temperature=0.0), 0, 0)
 _DRAWN = Sample(SamplingParams(temperature=1.0, top_k=8, top_p=0.9), 0, 0)
@@ -325,6 +326,7 @@ class Runner:
         """
         sizes = sorted({min(size, self._max_tokens) for size in (*_WARM_UP_TOKENS, self._max_tokens)})
         steps = [self._scratch_chunks([size - beside, *[1] * beside]) for size, beside in product(sizes, (0, 1))]
+        steps += [self._scratch_chunks([1] * min(size, self._max_requests)) for size in _WARM_UP_REQUESTS]
         crowd = min(self._num_slots, self._max_requests)
         steps.append(self._scratch_chunks([min(self._max_tokens, 256) // crowd] * crowd, range(crowd)))
         for chunks, extras in product(steps, (_BARE, _LORA, _ALL)):

@@ -93,7 +93,7 @@ def windowed_base(base_folder: Path, tmp_path: Path) -> Path:
     [
         {"graphs": True, "max_requests": 28, "max_adapters": 30, "max_tokens_per_step": 255},
         {"graphs": True, "max_requests": 40, "max_adapters": 7, "max_tokens_per_step": 64, "deterministic": True},
-        {"graphs": False, "max_requests": 3, "max_adapters": 1, "max_tokens_per_step": 300},
+        {"graphs": False, "max_requests": 20, "max_adapters": 1, "max_tokens_per_step": 300},
         {"graphs": True, "max_requests": 8, "max_adapters": 3, "max_tokens_per_step": 64, "windowed": True},
     ],
     ids=["crowded", "deterministic", "no graphs", "windows"],

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peftkit_kernels.triton.compile import Specimen
+from peftkit_kernels.triton.dependent import has_dependents, launch_options, wait_turn
 
 _BLOCK = 1024  # columns a program, 8 a thread: one 16-byte load of each half
 
@@ -29,12 +30,18 @@ def _gate(x_TO: Tensor, gelu: bool) -> Tensor:
     y_TF = torch.empty(num_rows, width, dtype=x_TO.dtype, device=x_TO.device)
     if y_TF.numel():
         grid = (num_rows, triton.cdiv(width, _BLOCK))
-        _gated[grid](x_TO, y_TF, x_TO.stride(0), WIDTH=width, BLOCK=_BLOCK, GELU=gelu, num_warps=4)
+        dependent = has_dependents(x_TO.device)
+        constants = {"WIDTH": width, "BLOCK": _BLOCK, "GELU": gelu, "DEPENDENT": dependent}
+        _gated[grid](x_TO, y_TF, x_TO.stride(0), **constants, num_warps=4, **launch_options(dependent))
     return y_TF
 
 
 @triton.jit
-def _gated(x, y, x_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
+def _gated(
+    x, y, x_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, DEPENDENT: tl.constexpr
+):  # fmt: skip
+    if DEPENDENT:
+        wait_turn(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
@@ -48,10 +55,10 @@ def _gated(x, y, x_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.co
     tl.store(y + row * WIDTH + column, (gate / (1.0 + tl.exp(-inner)) * up).to(y.dtype.element_ty), mask=mask)
 
 
-def specimens() -> Iterator[Specimen]:
+def specimens(capability: int) -> Iterator[Specimen]:
     """Feed-forward widths 14336 and 8960."""
     for dtype in ("*bf16", "*fp16"):
         for width, gelu in ((14336, False), (8960, True)):
-            constants = {"WIDTH": width, "BLOCK": _BLOCK, "GELU": gelu}
+            constants = {"WIDTH": width, "BLOCK": _BLOCK, "GELU": gelu, "DEPENDENT": int(capability >= 90)}
             signature = {"x": dtype, "y": dtype, "x_stride": "i32", **dict.fromkeys(constants, "constexpr")}
             yield Specimen(_gated, signature, constants, num_warps=4, num_stages=1)

@@ -25,6 +25,7 @@ from peftkit_kernels.triton.attention_decode import decode_kernel
 from peftkit_kernels.triton.attention_prefill import prefill_kernel
 from peftkit_kernels.triton.attention_steady import steady_kernel
 from peftkit_kernels.triton.compile import Specimen
+from peftkit_kernels.triton.dependent import has_dependents, launch_options
 
 Kind = Literal["few", "decode", "prefill", "steady"]
 """Few: decode of so few rows and KV heads that the shares must be many to fill the card."""
@@ -201,6 +202,7 @@ def _decode(batch: _Batch, *, each_row: bool) -> None:
     few = rows * batch.num_kv < 2 * _multiprocessors(batch.q.device)
     config = batch.config("few" if few else "decode")
     shares = batch.num_shares(rows, config) if rows * batch.num_kv <= _COUNTERS else 1
+    dependent = has_dependents(batch.q.device)
     decode_kernel[(batch.num_kv, rows, shares)](
         *batch.tensors,
         *batch.partial(rows if shares > 1 else 0, shares),
@@ -208,8 +210,10 @@ def _decode(batch: _Batch, *, each_row: bool) -> None:
         **batch.numbers,
         **_decode_constants(batch.constants, config),
         EACH_ROW=each_row,
+        DEPENDENT=dependent,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **launch_options(dependent),
     )
 
 
@@ -319,7 +323,7 @@ def specimens(capability: int = 90) -> Iterator[Specimen]:
         configs = [_config(kind, capability, head, 2) for kind in ("decode", "few", "prefill", "steady")]
         *decodes, prefill, steady = configs
         for decode in decodes:
-            cut = {**_decode_constants(constants, decode), "EACH_ROW": not window}
+            cut = {**_decode_constants(constants, decode), "EACH_ROW": not window, "DEPENDENT": int(capability >= 90)}
             yield _specimen(decode_kernel, dtype, cut, decode)
         cut = {**constants, **_prefill_tile(prefill, window)}
         yield _specimen(prefill_kernel, dtype, cut, prefill)

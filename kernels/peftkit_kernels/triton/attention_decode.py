@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from peftkit_kernels.triton.attention_walk import LOWEST, find_request, walk
+from peftkit_kernels.triton.dependent import wait_turn
 
 
 @triton.jit
@@ -47,7 +48,7 @@ def decode_kernel(
     scale, window,
     Q_STRIDE: tl.constexpr, NUM_KV: tl.constexpr, GROUP: tl.constexpr, GROUP_2: tl.constexpr, HEAD: tl.constexpr,
     BLOCK_D: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FOLD: tl.constexpr,
-    EACH_ROW: tl.constexpr, WINDOW: tl.constexpr,
+    EACH_ROW: tl.constexpr, WINDOW: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (K, X, shares). EACH_ROW: X = T ≤ N, all rows; else X = N, the rows of the requests that have just one.
 
@@ -55,6 +56,8 @@ def decode_kernel(
     up to twice that. The programs that are left over come last and leave at once. `arrived` counts a row's finished
     shares, and is zero again at the end.
     """
+    if DEPENDENT:
+        wait_turn(DEPENDENT)
     head, index, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n, row = index, index
     if EACH_ROW:

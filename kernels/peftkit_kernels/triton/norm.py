@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peftkit_kernels.triton.compile import Specimen
+from peftkit_kernels.triton.dependent import has_dependents, launch_options, wait_turn
 
 _TILE = 4096  # values a program: 32 a thread, so that eight 16-byte loads are in flight
 
@@ -22,6 +23,7 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float, residual_TH: Tensor | N
     residual_TCH = x_TCH if residual_TH is None else _three_dimensional(residual_TH)
     block, rows, num_warps = _config(width)
     num_rows = num_outer * num_inner
+    dependent = has_dependents(x_TH.device)
     if num_rows:
         _rms_norm[(triton.cdiv(num_rows, rows),)](
             x_TCH,
@@ -40,7 +42,9 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float, residual_TH: Tensor | N
             BLOCK=block,
             ROWS=rows,
             HAS_RESIDUAL=residual_TH is not None,
+            DEPENDENT=dependent,
             num_warps=num_warps,
+            **launch_options(dependent),
         )
     return y_TH, total_TH
 
@@ -63,14 +67,18 @@ def _rms_norm(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """ROWS rows a program; y and total are contiguous."""
+    if DEPENDENT:
+        wait_turn(DEPENDENT)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < num_rows) & (column < WIDTH)
     outer, inner = (row // INNER).to(tl.int64), row % INNER
     row = row.to(tl.int64)
     value = tl.load(x + outer * x_outer + inner * x_inner + column, mask=mask, other=0.0).to(tl.float32)
+    by = tl.load(weight + column, mask=column < WIDTH, other=0.0)  # here, so that the sum doesn't hold it up
     if HAS_RESIDUAL:
         at = residual + outer * residual_outer + inner * residual_inner + column
         value += tl.load(at, mask=mask, other=0.0).to(tl.float32)
@@ -78,11 +86,10 @@ def _rms_norm(
         tl.store(total + row * WIDTH + column, rounded, mask=mask)
         value = rounded.to(tl.float32)  # the norm is of the sum as it is kept
     scale = tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / WIDTH + eps)
-    by = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    tl.store(y + row * WIDTH + column, (value * scale * by).to(y.dtype.element_ty), mask=mask)
+    tl.store(y + row * WIDTH + column, (value * scale * by.to(tl.float32)).to(y.dtype.element_ty), mask=mask)
 
 
-def specimens() -> Iterator[Specimen]:
+def specimens(capability: int) -> Iterator[Specimen]:
     """The decoder's norms: hidden 4096 and 1536 with a residual, heads of 128 without."""
     for dtype in ("*bf16", "*fp16"):
         for width, has_residual in ((4096, True), (1536, True), (128, False)):
@@ -95,6 +102,7 @@ def specimens() -> Iterator[Specimen]:
                 "BLOCK": block,
                 "ROWS": rows,
                 "HAS_RESIDUAL": has_residual,
+                "DEPENDENT": int(capability >= 90),
             }
             signature = {**pointers, "num_rows": "i32", **strides, "eps": "fp32"}
             signature |= dict.fromkeys(constants, "constexpr")

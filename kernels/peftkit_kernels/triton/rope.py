@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peftkit_kernels.triton.compile import Specimen
+from peftkit_kernels.triton.dependent import has_dependents, launch_options, wait_turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +51,19 @@ def override(config: Config) -> Iterator[None]:
 def rope_kernel(
     qkv, cos, sin, cell, kv, out, num_rows,
     ROW_STRIDE: tl.constexpr, NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, BLOCK_E: tl.constexpr,
-    ROWS: tl.constexpr, HEADS: tl.constexpr,
+    ROWS: tl.constexpr, HEADS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads, rows). A row's keys and values are 2 K heads of a cell in their order in `qkv`."""
     NUM_HEADS: tl.constexpr = NUM_Q + 2 * NUM_KV
     HEAD: tl.constexpr = 2 * HALF
+    if DEPENDENT:
+        wait_turn(DEPENDENT)
     lines = tl.arange(0, ROWS * HEADS)
     row = tl.program_id(1) * ROWS + lines // HEADS
     head = tl.program_id(0) * HEADS + lines % HEADS
     offs_e = tl.arange(0, BLOCK_E)[None, :]
     live = ((row < num_rows) & (head < NUM_HEADS))[:, None] & (offs_e < HALF)
+    place = tl.load(cell + row, mask=(row < num_rows) & (head >= NUM_Q), other=0)
     wide = row.to(tl.int64)
     at = qkv + (wide * ROW_STRIDE + head * HEAD)[:, None] + offs_e
     first = tl.load(at, mask=live, other=0.0)
@@ -76,7 +80,6 @@ def rope_kernel(
     tl.store(at_out, first, mask=is_query)
     tl.store(at_out + HALF, second, mask=is_query)
     kept = live & (head >= NUM_Q)[:, None]
-    place = tl.load(cell + row, mask=(row < num_rows) & (head >= NUM_Q), other=0)
     at_kv = kv + (place * (2 * NUM_KV * HEAD) + (head - NUM_Q) * HEAD)[:, None] + offs_e
     tl.store(at_kv, first, mask=kept)
     tl.store(at_kv + HALF, second, mask=kept)
@@ -92,7 +95,7 @@ def rope_write_kv(qkv_TCD: Tensor, cos_TE: Tensor, sin_TE: Tensor, cell_T: Tenso
         return q_TQD
     if qkv_TCD.stride()[1:] != (head_size, 1):
         qkv_TCD = qkv_TCD.contiguous()
-    config = _config(num_rows)
+    config, dependent = _config(num_rows), has_dependents(qkv_TCD.device)
     grid = (triton.cdiv(num_heads, config.heads), triton.cdiv(num_rows, config.rows))
     rope_kernel[grid](
         qkv_TCD,
@@ -102,26 +105,27 @@ def rope_write_kv(qkv_TCD: Tensor, cos_TE: Tensor, sin_TE: Tensor, cell_T: Tenso
         kv_PZ2KD,
         q_TQD,
         num_rows,
-        **_constants(qkv_TCD.stride(0), num_q, num_kv, head_size, config),
+        **_constants(qkv_TCD.stride(0), num_q, num_kv, head_size, config, dependent),
         num_warps=config.num_warps,
+        **launch_options(dependent),
     )
     return q_TQD
 
 
 def specimens(capability: int = 90) -> Iterator[Specimen]:
-    """The kernel for some models' heads; it is the same on every card."""
+    """The kernel for some models' heads."""
     pointers = ("qkv", "cos", "sin", "kv", "out")
     for config, (dtype, num_q, num_kv, head) in product(
         CONFIGS.values(), (("*bf16", 32, 8, 128), ("*fp16", 12, 2, 128), ("*bf16", 9, 3, 64))
     ):
         types: dict[str, str] = dict.fromkeys(pointers, dtype)
-        constants = _constants((num_q + 2 * num_kv) * head, num_q, num_kv, head, config)
+        constants = _constants((num_q + 2 * num_kv) * head, num_q, num_kv, head, config, int(capability >= 90))
         types |= {"cell": "*i64", "num_rows": "i32"} | dict.fromkeys(constants, "constexpr")
         signature = {name: types[name] for name in rope_kernel.arg_names}
         yield Specimen(rope_kernel, signature, constants, config.num_warps, 1)
 
 
-def _constants(row_stride: int, num_q: int, num_kv: int, head: int, config: Config) -> dict[str, Any]:
+def _constants(row_stride: int, num_q: int, num_kv: int, head: int, config: Config, dependent: int) -> dict[str, Any]:
     return {
         "ROW_STRIDE": row_stride,
         "NUM_Q": num_q,
@@ -130,6 +134,7 @@ def _constants(row_stride: int, num_q: int, num_kv: int, head: int, config: Conf
         "BLOCK_E": triton.next_power_of_2(head // 2),
         "ROWS": config.rows,
         "HEADS": config.heads,
+        "DEPENDENT": dependent,
     }
 
 

@@ -1,0 +1,337 @@
+"""A product with weights in bfloat16 or float16 for few rows: memory-bound, every weight is read once.
+
+Weights are the tall operand of the tensor cores, rows of x the narrow one; a single row takes no tensor cores. As many
+programs as the card holds at once share out the tiles of outputs evenly. Where there are fewer tiles, each is cut along
+the input, and the program that finishes a tile's last part, known by an atomic counter that it sets back to zero, adds
+the parts up in their order.
+
+On compute capability 9.0 and above the first weights of each program are on their way to L2 while the kernel before
+still runs (`dependent`).
+"""
+# pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from types import MappingProxyType
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from peftkit_kernels import reference
+from peftkit_kernels.triton.compile import Specimen
+from peftkit_kernels.triton.dependent import has_dependents, launch_options, wait_turn
+
+MAX_ROWS = 64
+"""More rows are cuBLAS's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How a product is cut."""
+
+    rows: int
+    """Rows of x a program, padded: the narrow side of its tensor-core tile; 1 takes no tensor cores."""
+    outs: int
+    """Output features of a tile."""
+    block_k: int
+    """Input features of a step."""
+    num_warps: int
+    num_stages: int
+    per_sm: int
+    """Programs that a multiprocessor holds at once."""
+    ahead: int = 2048
+    """Bytes of each of its first outputs that a program sends for before the kernel before it has ended."""
+
+
+CONFIGS: Mapping[tuple[int, int], Config] = MappingProxyType(
+    {
+        (1, 80): Config(1, 8, 1024, 4, 2, 3),
+        (16, 80): Config(16, 32, 128, 4, 4, 2),
+        (32, 80): Config(32, 64, 64, 4, 4, 2),
+        (64, 80): Config(64, 64, 64, 4, 4, 2),
+        (1, 90): Config(1, 8, 1024, 4, 2, 3),
+        (16, 90): Config(16, 64, 128, 4, 5, 2),
+        (32, 90): Config(32, 64, 128, 4, 4, 2),
+        (64, 90): Config(64, 128, 128, 4, 4, 1),
+    }
+)
+"""(most rows, compute capability) → configuration; another card takes the newest row before it."""
+
+_OVERRIDE: ContextVar[Config | None] = ContextVar("linear config", default=None)
+_COUNTERS = 1 << 12
+_MAX_SPLITS = 16
+_SM_WITHOUT_GPU = 8  # in Triton's interpreter, so that tiles are cut and shared out in tests
+
+
+def candidates(kind: str) -> Iterator[Config]:
+    """Configurations worth timing for so many rows."""
+    rows = int(kind)
+    if rows == 1:
+        for outs, (block_k, num_warps), stages, per_sm in product(
+            (4, 8, 16), ((1024, 4), (512, 2), (512, 4)), (1, 2, 3, 4), (2, 3, 4)
+        ):
+            yield Config(1, outs, block_k, num_warps, stages, per_sm)
+    padded = max(16, triton.next_power_of_2(rows))
+    for outs, block_k, stages, per_sm in product((32, 64, 128, 256), (64, 128, 256), (3, 4, 5, 6), (1, 2, 3)):
+        shared = per_sm * stages * 2 * block_k * (outs + padded)
+        if 64 << 10 <= shared <= 226 << 10 and outs * padded <= 256 * 64:
+            yield Config(padded, outs, block_k, 8 if outs * padded >= 256 * 64 else 4, stages, per_sm)
+
+
+@contextmanager
+def override(config: Config) -> Iterator[None]:
+    """Takes `config` for every launch inside; its number of rows is the caller's to match."""
+    token = _OVERRIDE.set(config)
+    try:
+        yield
+    finally:
+        _OVERRIDE.reset(token)
+
+
+def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, deterministic: bool = False) -> Tensor:
+    """See `peftkit_kernels.reference.linear`, which takes float32, more than MAX_ROWS rows, weights whose rows don't
+    begin at multiples of 16 bytes, and whatever is deterministic. The kernel has no gradient."""
+    if deterministic or not _takes(x_TI, weight_OI):
+        return reference.linear(x_TI, weight_OI, bias_O, deterministic=deterministic)
+    num_rows, in_features = x_TI.shape
+    out_features, device = weight_OI.shape[0], x_TI.device
+    y_TO = torch.empty(num_rows, out_features, dtype=x_TI.dtype, device=device)
+    if not y_TO.numel():
+        return y_TO
+    if x_TI.stride(1) != 1 or x_TI.stride(0) % 8 or x_TI.data_ptr() % 16:
+        x_TI = x_TI.clone(memory_format=torch.contiguous_format)
+    config = _config(num_rows, device)
+    programs, num_splits = _share_out(out_features, in_features, config, _multiprocessors(device))
+    part_RSO = arrived = y_TO
+    if num_splits > 1:
+        part_RSO = torch.empty(programs * config.rows * config.outs, dtype=torch.float32, device=device)
+        arrived = _counters(device)
+    dependent = has_dependents(device)
+    _linear[(programs,)](
+        x_TI,
+        weight_OI,
+        y_TO if bias_O is None else bias_O,
+        y_TO,
+        part_RSO,
+        arrived,
+        num_rows,
+        out_features,
+        in_features // 8,
+        x_TI.stride(0) // 8,
+        weight_OI.stride(0) // 8,
+        num_splits,
+        **_constants(config, out_features, in_features, num_splits > 1, bias_O is not None, dependent),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **launch_options(dependent),
+    )
+    return y_TO
+
+
+def _takes(x_TI: Tensor, weight_OI: Tensor) -> bool:
+    """Whether the kernel is for these: 16-byte pieces of few rows. It follows from shapes, strides and dtypes."""
+    aligned = weight_OI.stride(1) == 1 and weight_OI.stride(0) % 8 == 0 and weight_OI.data_ptr() % 16 == 0
+    few = x_TI.shape[0] <= MAX_ROWS and x_TI.shape[1] % 8 == 0 and x_TI.shape[1] > 0
+    return few and aligned and x_TI.dtype in (torch.bfloat16, torch.float16)
+
+
+@triton.jit(do_not_specialize=["num_rows", "out_features", "in_8", "x_stride_8", "weight_stride_8", "num_splits"])
+def _linear(
+    x, weight, bias, y, part, arrived, num_rows, out_features, in_8, x_stride_8, weight_stride_8, num_splits,
+    ROWS: tl.constexpr, OUTS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, LANES: tl.constexpr,
+    AHEAD: tl.constexpr, SPLIT: tl.constexpr, WHOLE_K: tl.constexpr, WHOLE_OUTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Program p of P. Without SPLIT: all of the tiles p, p + P, …; with it: part p % num_splits of one tile.
+
+    in_8, x_stride_8, weight_stride_8: eighths, so that the compiler knows of 16-byte pieces.
+    """
+    in_features, x_stride, weight_stride = in_8 * 8, x_stride_8 * 8, weight_stride_8 * 8
+    if WHOLE_OUTS:
+        out_features = out_features // OUTS * OUTS  # tells the compiler that rows of y are aligned
+    steps, first, tile, every = tl.cdiv(in_features, BLOCK_K), 0, tl.program_id(0), tl.num_programs(0)
+    num_steps = steps * ((tl.cdiv(out_features, OUTS) - tile + every - 1) // every)
+    share = tile % num_splits
+    if SPLIT:
+        tile = tile // num_splits
+        first = steps * share // num_splits
+        num_steps = steps * (share + 1) // num_splits - first
+    if DEPENDENT:
+        _send_for(weight, tile * OUTS, first * BLOCK_K, out_features, in_features, weight_stride, OUTS, LANES, AHEAD)
+        wait_turn(DEPENDENT)
+    row, k = tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
+    live = (row < num_rows)[:, None]
+    x_at = x + row[:, None] * x_stride + k[None, :]
+    acc = _nothing(ROWS, OUTS, BLOCK_K)
+    for i in tl.range(0, num_steps, num_stages=STAGES):
+        at = first + i
+        if not SPLIT:
+            at = i % steps
+        out = (tile + i // steps * every) * OUTS + tl.arange(0, OUTS)
+        if SPLIT:
+            out = tile * OUTS + tl.arange(0, OUTS)
+        out = tl.minimum(out, out_features - 1).to(tl.int64)  # a ragged tile reads the last row again: no masks
+        w_at = weight + out[:, None] * weight_stride + (at * BLOCK_K + k)[None, :]
+        if WHOLE_K:
+            w_OK = tl.load(w_at)
+            x_RK = tl.load(x_at + at * BLOCK_K, mask=live, other=0.0)
+        else:
+            inside = (at * BLOCK_K + k < in_features)[None, :]
+            w_OK = tl.load(w_at, mask=inside, other=0.0)
+            x_RK = tl.load(x_at + at * BLOCK_K, mask=live & inside, other=0.0)
+        acc = _add(acc, w_OK, x_RK, ROWS, OUTS, BLOCK_K)
+        if not SPLIT:
+            if at == steps - 1:
+                start = (tile + i // steps * every) * OUTS
+                _store(y, bias, start, _sum(acc, ROWS), num_rows, out_features, ROWS, OUTS, WHOLE_OUTS, HAS_BIAS)
+                acc = _nothing(ROWS, OUTS, BLOCK_K)
+    if SPLIT:
+        inner = tl.arange(0, OUTS)[:, None] + tl.arange(0, ROWS)[None, :] * OUTS
+        parts = part + (tile * num_splits).to(tl.int64) * (OUTS * ROWS) + inner
+        wanted = tl.broadcast_to((row < num_rows)[None, :], (OUTS, ROWS))
+        tl.store(parts + share * (OUTS * ROWS), _sum(acc, ROWS), mask=wanted)
+        tl.debug_barrier()  # every thread's stores before the one that counts
+        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == num_splits - 1:
+            tl.store(arrived + tile, 0)
+            total = tl.zeros((OUTS, ROWS), tl.float32)
+            for s in range(0, num_splits):  # past L1, which other programs' stores don't reach
+                total += tl.load(parts + s * (OUTS * ROWS), mask=wanted, other=0.0, cache_modifier=".cg")
+            _store(y, bias, tile * OUTS, total, num_rows, out_features, ROWS, OUTS, WHOLE_OUTS, HAS_BIAS)
+
+
+@triton.jit
+def _nothing(ROWS: tl.constexpr, OUTS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Sums before the first step; those of a single row are apart for every eight inputs."""
+    if ROWS == 1:
+        acc = tl.zeros((OUTS, BLOCK_K // 8), tl.float32)
+    else:
+        acc = tl.zeros((OUTS, ROWS), tl.float32)
+    return acc
+
+
+@triton.jit
+def _add(acc, w_OK, x_RK, ROWS: tl.constexpr, OUTS: tl.constexpr, BLOCK_K: tl.constexpr):
+    if ROWS == 1:
+        terms = w_OK.to(tl.float32) * x_RK.to(tl.float32)
+        acc += tl.sum(tl.reshape(terms, (OUTS, BLOCK_K // 8, 8)), axis=2)
+    else:
+        acc = tl.dot(w_OK, x_RK.T, acc)
+    return acc
+
+
+@triton.jit
+def _sum(acc, ROWS: tl.constexpr):
+    """Sums as (OUTS, ROWS)."""
+    if ROWS == 1:
+        acc = tl.sum(acc, axis=1)[:, None]
+    return acc
+
+
+@triton.jit
+def _store(
+    y, bias, start, value, num_rows, out_features, ROWS: tl.constexpr, OUTS: tl.constexpr, WHOLE_OUTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    out, row = start + tl.arange(0, OUTS), tl.arange(0, ROWS)
+    inside = tl.full((OUTS,), True, tl.int1) if WHOLE_OUTS else out < out_features
+    if HAS_BIAS:
+        value += tl.load(bias + out, mask=inside, other=0.0).to(tl.float32)[:, None]
+    at = y + row.to(tl.int64)[None, :] * out_features + out[:, None]
+    tl.store(at, value.to(y.dtype.element_ty), mask=inside[:, None] & (row < num_rows)[None, :])
+
+
+@triton.jit
+def _send_for(
+    weight, first_out, first_in, out_features, in_features, weight_stride, OUTS: tl.constexpr, LANES: tl.constexpr,
+    AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Begins to bring AHEAD bytes of each of OUTS outputs to L2, a piece a thread; nothing is read."""
+    lane = tl.arange(0, LANES)
+    each: tl.constexpr = LANES // OUTS  # pieces of an output
+    size: tl.constexpr = AHEAD // each
+    out = tl.minimum(first_out + lane // each, out_features - 1).to(tl.int64)
+    begin_at = tl.minimum(first_in + lane % each * (size // 2), in_features - size // 2)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r",
+        [(weight + out * weight_stride + begin_at).to(tl.int64), tl.full((LANES,), size, tl.int32)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+def _constants(
+    config: Config, out_features: int, in_features: int, split: bool, has_bias: bool, dependent: int
+) -> dict[str, int | bool]:
+    lanes = max(32 * config.num_warps, config.outs)
+    ahead = min(config.ahead, 1 << (2 * in_features).bit_length() - 1)  # no more than a row has
+    return {
+        "ROWS": config.rows,
+        "OUTS": config.outs,
+        "BLOCK_K": config.block_k,
+        "STAGES": config.num_stages,
+        "LANES": lanes,
+        "AHEAD": ahead if dependent else 0,
+        "SPLIT": split,
+        "WHOLE_K": in_features % config.block_k == 0,
+        "WHOLE_OUTS": out_features % config.outs == 0,
+        "HAS_BIAS": has_bias,
+        "DEPENDENT": dependent,
+    }
+
+
+def _share_out(out_features: int, in_features: int, config: Config, multiprocessors: int) -> tuple[int, int]:
+    """Programs, and parts of each tile. Whole tiles where they fill the card in even rounds."""
+    tiles, room = triton.cdiv(out_features, config.outs), multiprocessors * config.per_sm
+    rounds = triton.cdiv(tiles, room)
+    steps = triton.cdiv(in_features, config.block_k)
+    splits = min(room // tiles, steps, _MAX_SPLITS) if tiles <= _COUNTERS else 1
+    if splits > 1:
+        return tiles * splits, splits
+    return triton.cdiv(tiles, rounds), 1
+
+
+def _config(num_rows: int, device: torch.device) -> Config:
+    chosen = _OVERRIDE.get()
+    if chosen is not None:
+        return chosen
+    rows = 1 if num_rows == 1 else max(16, triton.next_power_of_2(num_rows))
+    return CONFIGS[rows, max((card for _, card in CONFIGS if card <= _capability(device)), default=80)]
+
+
+@cache
+def _capability(device: torch.device) -> int:
+    """Compute capability as in 90; 80 in the interpreter."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+    return 10 * major + minor
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _SM_WITHOUT_GPU
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """Zeros that every launch leaves zero again. One stream at a time may run products on a device."""
+    return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+
+
+def specimens(capability: int = 90) -> Iterator[Specimen]:
+    """Each configuration of a card with whole tiles and with parts; ragged inputs for few rows."""
+    cuts = [config for (_, card), config in CONFIGS.items() if card == min(90, capability // 10 * 10)]
+    uses = [("*bf16", config, split, 4096) for config in cuts for split in (False, True)]
+    uses += [("*fp16", config, True, 4104) for config in cuts[:2]]
+    for dtype, config, split, features in uses:
+        ragged = features % 16 > 0
+        constants = _constants(config, 6145 if ragged else 6144, features, split, ragged, int(capability >= 90))
+        sizes = ("num_rows", "out_features", "in_8", "x_stride_8", "weight_stride_8", "num_splits")
+        types = dict.fromkeys(("x", "weight", "bias", "y"), dtype) | dict.fromkeys(sizes, "i32")
+        types |= {"part": "*fp32", "arrived": "*i32"} if split else {"part": dtype, "arrived": dtype}
+        types |= dict.fromkeys(constants, "constexpr")
+        signature = {name: types[name] for name in _linear.arg_names}
+        yield Specimen(_linear, signature, constants, config.num_warps, config.num_stages)
