@@ -43,6 +43,13 @@ class Compiled:
 
 def compile_for(specimen: Specimen, capability: int) -> Compiled:
     """Compiles a kernel for a compute capability (90 is 9.0) down to machine code; no GPU is needed."""
+    compiled = translated(specimen, capability)
+    usage = _resource_usage(compiled.asm["cubin"])
+    return Compiled(usage["REG"], usage["STACK"] + usage["LOCAL"], compiled.metadata.shared)
+
+
+def translated(specimen: Specimen, capability: int) -> Any:
+    """Triton's own result, with the kernel in each of its languages."""
     names = specimen.kernel.arg_names
     assert set(specimen.signature) == set(names), f"{specimen.kernel.__name__}: {set(specimen.signature) ^ set(names)}"
     types = {name: specimen.signature[name] for name in names}
@@ -52,9 +59,7 @@ def compile_for(specimen: Specimen, capability: int) -> Compiled:
     signature = {name: kind.removesuffix(":16") for name, kind in types.items()}
     source = ASTSource(specimen.kernel, signature, dict(specimen.constants), aligned)
     options = {"num_warps": specimen.num_warps, "num_stages": specimen.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, _WARP_SIZE), options=options)
-    usage = _resource_usage(compiled.asm["cubin"])
-    return Compiled(usage["REG"], usage["STACK"] + usage["LOCAL"], compiled.metadata.shared)
+    return triton.compile(source, target=GPUTarget("cuda", capability, _WARP_SIZE), options=options)
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:

@@ -45,8 +45,8 @@ class Config:
     num_stages: int
     per_sm: int
     """Programs that a multiprocessor holds at once."""
-    ahead: int = 2048
-    """Bytes of each of its first outputs that a program sends for before the kernel before it has ended."""
+    ahead: int = 64
+    """KiB of weights that a multiprocessor sends for before the kernel before this one has ended."""
 
 
 CONFIGS: Mapping[tuple[int, int], Config] = MappingProxyType(
@@ -162,8 +162,9 @@ def _linear(
         tile = tile // num_splits
         first = steps * share // num_splits
         num_steps = steps * (share + 1) // num_splits - first
-    if DEPENDENT:
+    if AHEAD:
         _send_for(weight, tile * OUTS, first * BLOCK_K, out_features, in_features, weight_stride, OUTS, LANES, AHEAD)
+    if DEPENDENT:
         wait_turn(DEPENDENT)
     row, k = tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
     live = (row < num_rows)[:, None]
@@ -268,14 +269,17 @@ def _constants(
     config: Config, out_features: int, in_features: int, split: bool, has_bias: bool, dependent: int
 ) -> dict[str, int | bool]:
     lanes = max(32 * config.num_warps, config.outs)
-    ahead = min(config.ahead, 1 << (2 * in_features).bit_length() - 1)  # no more than a row has
+    ahead = min(1024 * config.ahead // (config.per_sm * config.outs), 2 * in_features)  # bytes of an output
+    ahead = 1 << (ahead.bit_length() - 1) if ahead else 0
+    if not dependent or ahead < 16 * (lanes // config.outs):  # pieces are of 16 bytes
+        ahead = 0
     return {
         "ROWS": config.rows,
         "OUTS": config.outs,
         "BLOCK_K": config.block_k,
         "STAGES": config.num_stages,
         "LANES": lanes,
-        "AHEAD": ahead if dependent else 0,
+        "AHEAD": ahead,
         "SPLIT": split,
         "WHOLE_K": in_features % config.block_k == 0,
         "WHOLE_OUTS": out_features % config.outs == 0,
