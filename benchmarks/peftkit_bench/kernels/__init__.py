@@ -5,6 +5,6 @@ from peftkit_bench.kernels.case import Case
 
 def all_cases() -> list[Case]:
     """Every row, in the order in which they are shown."""
-    from peftkit_bench.kernels import attention, dense, grouped, nf4, training
+    from peftkit_bench.kernels import attention, dense, grouped, linear, nf4, training
 
-    return [*grouped.cases(), *attention.cases(), *nf4.cases(), *dense.cases(), *training.cases()]
+    return [*grouped.cases(), *attention.cases(), *linear.cases(), *nf4.cases(), *dense.cases(), *training.cases()]

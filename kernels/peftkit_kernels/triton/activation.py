@@ -60,5 +60,5 @@ def specimens(capability: int) -> Iterator[Specimen]:
     for dtype in ("*bf16", "*fp16"):
         for width, gelu in ((14336, False), (8960, True)):
             constants = {"WIDTH": width, "BLOCK": _BLOCK, "GELU": gelu, "DEPENDENT": int(capability >= 90)}
-            signature = {"x": dtype, "y": dtype, "x_stride": "i32", **dict.fromkeys(constants, "constexpr")}
+            signature = {"x": dtype, "y": dtype, "x_stride": "i32:16", **dict.fromkeys(constants, "constexpr")}
             yield Specimen(_gated, signature, constants, num_warps=4, num_stages=1)

@@ -95,7 +95,7 @@ def specimens(capability: int) -> Iterator[Specimen]:
         for width, has_residual in ((4096, True), (1536, True), (128, False)):
             block, rows, num_warps = _config(width)
             pointers = dict.fromkeys(("x", "weight", "residual", "y", "total"), dtype)
-            strides = dict.fromkeys(("x_outer", "x_inner", "residual_outer", "residual_inner"), "i32")
+            strides = dict.fromkeys(("x_outer", "x_inner", "residual_outer", "residual_inner"), "i32:16")
             constants = {
                 "INNER": 32 if width == 128 else 1,
                 "WIDTH": width,
