@@ -65,12 +65,13 @@ def _needed(prepared: Prepared, recompute: Recompute, length: int) -> float:
 
 
 def _tried(bench: Bench, case: Case, gb: int) -> dict[str, Any]:
-    """Two steps in so much memory."""
+    """Two steps in so much memory, of which the driver has its part."""
     trainer = Trainer(bench.prepared(case), bench.nowhere, {})
-    total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    torch.cuda.set_per_process_memory_fraction(_FILLED * gb * 1e9 / total)
+    free, total = torch.cuda.mem_get_info()
+    driver = total - free - torch.cuda.memory_reserved()
+    torch.cuda.set_per_process_memory_fraction((gb * 1e9 - driver) / total)
     try:
         trainer._step()
         torch.cuda.synchronize()

@@ -9,6 +9,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,13 @@ _CASES: tuple[tuple[Quant, str], ...] = tuple((quant, method) for quant in ("nf4
 def compare(settings: Settings, shape: str = "small", rows: int = 2, length: int = 512) -> Iterator[dict[str, Any]]:
     """A line for each way of holding the base and each method: the largest difference of the 20 losses."""
     job = {"shape": shape, "rows": rows, "length": length, "device": str(settings.device), "seed": settings.seed}
-    for name in ("bfloat16", "float32") if settings.device.type == "cuda" else ("float32",):
-        ours, reference = (_child({**job, "dtype": name, "kernels": kernels}) for kernels in ("auto", "reference"))
+    dtypes = ("bfloat16", "float32") if settings.device.type == "cuda" else ("float32",)
+    runs = list(product(dtypes, ("auto", "reference")))
+    with ThreadPoolExecutor(len(runs)) as threads:  # bound by their Python, each in a process of its own
+        found = threads.map(lambda run: _child({**job, "dtype": run[0], "kernels": run[1]}), runs)
+        losses_of = dict(zip(runs, found, strict=True))
+    for name in dtypes:
+        ours, reference = losses_of[name, "auto"], losses_of[name, "reference"]
         limit = _LIMITS[getattr(torch, name)]
         for case, losses in ours.items():
             pairs = list(zip(losses, reference[case], strict=True))
