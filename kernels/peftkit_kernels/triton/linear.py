@@ -66,6 +66,9 @@ CONFIGS: Mapping[tuple[int, int], Config] = MappingProxyType(
 _OVERRIDE: ContextVar[Config | None] = ContextVar("linear config", default=None)
 _COUNTERS = 1 << 12
 _MAX_SPLITS = 16
+_SEND = tl.constexpr(
+    "{ .reg .pred sends; setp.eq.s32 sends, $3, 0; @sends cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"
+)
 _SM_WITHOUT_GPU = 8  # in Triton's interpreter, so that tiles are cut and shared out in tests
 
 
@@ -145,8 +148,8 @@ def _takes(x_TI: Tensor, weight_OI: Tensor) -> bool:
 def _linear(
     x, weight, bias, y, part, arrived, num_rows, out_features, in_8, x_stride_8, weight_stride_8, num_splits,
     ROWS: tl.constexpr, OUTS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, LANES: tl.constexpr,
-    AHEAD: tl.constexpr, SPLIT: tl.constexpr, WHOLE_K: tl.constexpr, WHOLE_OUTS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    AHEAD: tl.constexpr, PIECE: tl.constexpr, SPLIT: tl.constexpr, WHOLE_K: tl.constexpr, WHOLE_OUTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program p of P. Without SPLIT: all of the tiles p, p + P, …; with it: part p % num_splits of one tile.
 
@@ -163,7 +166,9 @@ def _linear(
         first = steps * share // num_splits
         num_steps = steps * (share + 1) // num_splits - first
     if AHEAD:
-        _send_for(weight, tile * OUTS, first * BLOCK_K, out_features, in_features, weight_stride, OUTS, LANES, AHEAD)
+        _send_for(
+            weight, tile * OUTS, first * BLOCK_K, out_features, in_features, weight_stride, OUTS, LANES, AHEAD, PIECE
+        )
     if DEPENDENT:
         wait_turn(DEPENDENT)
     row, k = tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
@@ -250,17 +255,16 @@ def _store(
 @triton.jit
 def _send_for(
     weight, first_out, first_in, out_features, in_features, weight_stride, OUTS: tl.constexpr, LANES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Begins to bring AHEAD bytes of each of OUTS outputs to L2, a piece a thread; nothing is read."""
-    lane = tl.arange(0, LANES)
-    each: tl.constexpr = LANES // OUTS  # pieces of an output
-    size: tl.constexpr = AHEAD // each
-    out = tl.minimum(first_out + lane // each, out_features - 1).to(tl.int64)
-    begin_at = tl.minimum(first_in + lane % each * (size // 2), in_features - size // 2)
+    """Begins to bring AHEAD bytes of each of OUTS outputs to L2, a PIECE of them at a time; nothing is read."""
+    each: tl.constexpr = AHEAD // PIECE
+    apart: tl.constexpr = LANES // (OUTS * each)  # threads a piece, of which one sends: warps share the work
+    piece = tl.arange(0, LANES) // apart
+    out = tl.minimum(first_out + piece // each, out_features - 1).to(tl.int64)
+    start = tl.minimum(first_in + piece % each * (PIECE // 2), in_features - PIECE // 2)
     tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r",
-        [(weight + out * weight_stride + begin_at).to(tl.int64), tl.full((LANES,), size, tl.int32)],
+        _SEND, "=r,l,r,r", [(weight + out * weight_stride + start).to(tl.int64), PIECE, tl.arange(0, LANES) % apart],
         dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -269,10 +273,8 @@ def _constants(
     config: Config, out_features: int, in_features: int, split: bool, has_bias: bool, dependent: int
 ) -> dict[str, int | bool]:
     lanes = max(32 * config.num_warps, config.outs)
-    ahead = min(1024 * config.ahead // (config.per_sm * config.outs), 2 * in_features)  # bytes of an output
-    ahead = 1 << (ahead.bit_length() - 1) if ahead else 0
-    if not dependent or ahead < 16 * (lanes // config.outs):  # pieces are of 16 bytes
-        ahead = 0
+    ahead = min(1024 * config.ahead // (config.per_sm * config.outs), 2 * in_features) if dependent else 0
+    ahead = 1 << ahead.bit_length() - 1 if ahead >= 16 else 0  # bytes of an output
     return {
         "ROWS": config.rows,
         "OUTS": config.outs,
@@ -280,6 +282,7 @@ def _constants(
         "STAGES": config.num_stages,
         "LANES": lanes,
         "AHEAD": ahead,
+        "PIECE": max(min(ahead, 512), ahead * config.outs // lanes),
         "SPLIT": split,
         "WHOLE_K": in_features % config.block_k == 0,
         "WHOLE_OUTS": out_features % config.outs == 0,
