@@ -30,6 +30,8 @@ class Detokenizer:
         self._context = 0  # the window begins here …
         self._new = 0  # … and from here on it is not text yet
         self._context_text = ""
+        self._holds = False
+        """Whether a token, or a part of one, isn't text yet."""
         self._text = ""
         self._num_released = 0
         self.stopped = False
@@ -43,18 +45,15 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """Adds a token and returns the text that it releases: whole characters that no stop string can claim."""
         assert not self.stopped
-        if self._vocabulary.is_silent(token_id):
+        whole = None if self._holds else self._vocabulary.whole(token_id)
+        if whole is not None:  # most tokens of a byte-level vocabulary
+            if whole:
+                self._context, self._context_text = self._new, whole
+                self._ids.append(token_id)
+                self._new += 1
+                self._append(whole)
+        elif not self._decode(token_id):
             return ""
-        self._ids.append(token_id)
-        if self._vocabulary.is_byte(token_id):
-            return ""  # undecoded: the run goes on for as long as it likes
-        window = self._vocabulary.text(self._ids[self._context :])
-        if len(window) <= len(self._context_text):
-            return ""
-        unfinished = window.endswith(REPLACEMENT)
-        if unfinished and len(self._ids) - self._new < _MOST_UNFINISHED:
-            return ""
-        self._take(window, unfinished)
         return self._release(max(one.length for one in self._stop) if self._stop else 0)
 
     def flush(self) -> str:
@@ -64,11 +63,29 @@ class Detokenizer:
         self._take(self._vocabulary.text(self._ids[self._context :]), False)
         return self._release(0)
 
+    def _decode(self, token_id: int) -> bool:
+        """Adds a token that depends on those beside it; whether the text goes on."""
+        if self._vocabulary.is_silent(token_id):
+            return False
+        self._holds = True
+        self._ids.append(token_id)
+        if self._vocabulary.is_byte(token_id):
+            return False  # undecoded: the run goes on for as long as it likes
+        window = self._vocabulary.text(self._ids[self._context :])
+        if len(window) <= len(self._context_text):
+            return False
+        unfinished = window.endswith(REPLACEMENT)
+        if unfinished and len(self._ids) - self._new < _MOST_UNFINISHED:
+            return False
+        self._take(window, unfinished)
+        return True
+
     def _take(self, window: str, unfinished: bool) -> None:
         """Turns the window's new part into text, all but its last character if that is unfinished, and moves it on."""
         end = len(window) - unfinished
         self._append(window[len(self._context_text) : end])
         self._context, self._new = self._new, len(self._ids)
+        self._holds = unfinished
         context_text = self._vocabulary.text(self._ids[self._context :])
         self._context_text = context_text.removesuffix(REPLACEMENT) if unfinished else context_text
 

@@ -1,6 +1,6 @@
 """What single tokens are: their text, their bytes, and where each begins in the text that they make together."""
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 REPLACEMENT = "\ufffd"
@@ -17,10 +17,21 @@ class Vocabulary:
         self._special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         named = {tokenizer.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
         self._byte_of = {id: byte for id, byte in named.items() if id is not None}
+        self._joins_bytes = isinstance(tokenizer.decoder, decoders.ByteLevel)
+        self._whole: dict[int, str | None] = {}
 
     def text(self, ids: list[int], *, special: bool = False) -> str:
         """Ids as text, with special tokens or without."""
         return self._tokenizer.decode(ids, skip_special_tokens=not special)
+
+    def whole(self, id: int) -> str | None:
+        """What a token adds to a text that ends with a whole character, if that is the same behind any such text."""
+        if not self._joins_bytes:
+            return None
+        if id not in self._whole:
+            text = "" if self.is_silent(id) else self.text([id])
+            self._whole[id] = None if REPLACEMENT in text else text
+        return self._whole[id]
 
     def is_silent(self, id: int, *, special: bool = False) -> bool:
         """Whether a token is never text: an id that the base has and its tokenizer hasn't, or a special one."""
