@@ -13,9 +13,16 @@ from peftkit_kernels import linear, reference
 pytest.importorskip("triton", reason="Triton is made for Linux only, where the tests always have it")
 
 Near = Callable[..., None]
-Interpreter = Callable[[str], ModuleType]
 BOUND = {torch.bfloat16: 1e-2, torch.float16: 1e-2, torch.float32: 1e-5}
 HALVES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture
+def module(interpreter: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The kernel takes the narrow inputs that it has time for here."""
+    module = interpreter("linear")
+    monkeypatch.setattr(module, "_NARROW", 0)
+    return module
 
 
 def check(run: Callable[..., Tensor], assert_near: Near, x: Tensor, weight: Tensor) -> None:
@@ -37,24 +44,23 @@ def drawn(rows: int, out_features: int, in_features: int, dtype: torch.dtype, de
 
 @pytest.mark.parametrize(
     ("rows", "out_features", "in_features"),
-    [(1, 64, 32), (1, 70, 1096), (2, 1, 8), (3, 300, 136), (16, 33, 64), (17, 64, 256), (40, 100, 72)],
+    [(1, 64, 32), (1, 72, 1096), (2, 8, 8), (3, 304, 136), (16, 40, 64), (17, 64, 256), (40, 104, 72)],
     ids=str,
 )
 def test_multiplies_ragged_sizes(
-    seed: int, assert_near: Near, interpreter: Interpreter, rows: int, out_features: int, in_features: int
+    seed: int, assert_near: Near, module: ModuleType, rows: int, out_features: int, in_features: int
 ) -> None:
-    check(interpreter("linear").linear, assert_near, *drawn(rows, out_features, in_features, torch.float16))
+    check(module.linear, assert_near, *drawn(rows, out_features, in_features, torch.float16))
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("out_features", [16, 24, 75])
+@pytest.mark.parametrize("out_features", [16, 24, 40, 80])
 @pytest.mark.parametrize("in_features", [64, 200])
 def test_tiles_are_cut_or_shared_out(
-    seed: int, assert_near: Near, interpreter: Interpreter, monkeypatch: pytest.MonkeyPatch, rows: int,
+    seed: int, assert_near: Near, module: ModuleType, monkeypatch: pytest.MonkeyPatch, rows: int,
     out_features: int, in_features: int,
 ) -> None:  # fmt: skip
-    module = interpreter("linear")
-    config = module.Config(1 if rows == 1 else 16, 8, 32, 1, 2, 1)
+    config = module.Config(1 if rows == 1 else 16, 16, 32, 1, 2, 1)
     x, weight = drawn(rows, out_features, in_features, torch.float16)
     for multiprocessors in (2, 11):
         monkeypatch.setattr(module, "_multiprocessors", lambda device, number=multiprocessors: number)
@@ -63,8 +69,7 @@ def test_tiles_are_cut_or_shared_out(
     module._counters.cache_clear()
 
 
-def test_parts_are_counted_back_to_zero(seed: int, interpreter: Interpreter) -> None:
-    module = interpreter("linear")
+def test_parts_are_counted_back_to_zero(seed: int, module: ModuleType) -> None:
     x, weight = drawn(2, 32, 1024, torch.float16)
     assert module._share_out(32, 1024, module._config(2, x.device), module._multiprocessors(x.device))[1] > 1
     module.linear(x, weight)
@@ -72,39 +77,40 @@ def test_parts_are_counted_back_to_zero(seed: int, interpreter: Interpreter) -> 
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_rows_and_outputs_may_lie_anywhere(seed: int, interpreter: Interpreter, rows: int) -> None:
-    module = interpreter("linear")
+def test_rows_and_outputs_may_lie_anywhere(seed: int, module: ModuleType, rows: int) -> None:
     wide, tall = torch.randn(9, 100).half(), torch.randn(40, 96).half()
-    weight = tall[3:20, 16:80]
+    weight = tall[3:19, 16:80]
     plain = module.linear(wide[:rows, :64].clone(), weight.clone())
     for x in (wide[:rows, :64], wide[: 2 * rows : 2, 8:72], wide.T.contiguous().T[:rows, 3:67], wide[:rows, 3:67]):
         assert torch.equal(module.linear(x, weight), module.linear(x.clone(), weight.clone()))
     assert torch.equal(module.linear(wide[:rows, :64], weight), plain)
 
 
-def test_nothing_behind_the_rows_or_the_input_is_read(seed: int, interpreter: Interpreter) -> None:
-    module = interpreter("linear")
-    x, weight = torch.full((20, 128), float("nan")).half(), torch.full((20, 128), float("nan")).half()
-    x[:3, :72], weight[:, :72] = torch.randn(3, 72).half(), torch.randn(20, 72).half()
+def test_nothing_behind_the_rows_or_the_input_is_read(seed: int, module: ModuleType) -> None:
+    x, weight = torch.full((24, 128), float("nan")).half(), torch.full((24, 128), float("nan")).half()
+    x[:3, :72], weight[:, :72] = torch.randn(3, 72).half(), torch.randn(24, 72).half()
     assert module.linear(x[:3, :72], weight[:, :72]).isfinite().all()
     assert module.linear(x[:1, :72], weight[:, :72]).isfinite().all()
 
 
-def test_no_rows_and_no_outputs(interpreter: Interpreter) -> None:
-    run = interpreter("linear").linear
-    assert run(torch.ones(0, 64).half(), torch.ones(3, 64).half()).shape == (0, 3)
+def test_no_rows_and_no_outputs(module: ModuleType) -> None:
+    run = module.linear
+    assert run(torch.ones(0, 64).half(), torch.ones(8, 64).half()).shape == (0, 8)
     assert run(torch.ones(2, 64).half(), torch.ones(0, 64).half()).shape == (2, 0)
 
 
 def test_what_the_kernel_is_not_for_is_the_references(
-    seed: int, interpreter: Interpreter, monkeypatch: pytest.MonkeyPatch
+    seed: int, module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = interpreter("linear")
     monkeypatch.setattr(module, "_linear", None)
     x, weight = drawn(65, 8, 64, torch.bfloat16)
     cases = [(x, weight), (x[:2].float(), weight.float()), (x[:2, :63], weight[:, :63]), (x[:2, 1:57], weight[:, 1:57])]
+    cases += [(x[:2], weight[:7])]
     for rows, matrix in cases:
         assert torch.equal(module.linear(rows, matrix), F.linear(rows, matrix))
+    monkeypatch.setattr(module, "_NARROW", 64)
+    assert torch.equal(module.linear(x[:2], weight), F.linear(x[:2], weight))
+    monkeypatch.setattr(module, "_NARROW", 0)
     steady = module.linear(x[:2], weight, deterministic=True)
     assert torch.equal(steady, reference.linear(x[:2], weight, deterministic=True))
 
@@ -118,6 +124,6 @@ def test_the_reference_is_an_affine_map(seed: int, assert_near: Near) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_multiplies_on_a_gpu(seed: int, assert_near: Near, dtype: torch.dtype) -> None:
-    for out_features, in_features in ((4096, 14336), (6144, 4096), (1537, 1544), (100, 64), (70, 96)):
+    for out_features, in_features in ((4096, 14336), (6144, 4096), (1544, 1544), (8, 520), (100, 1024), (70, 96)):
         for rows in (1, 2, 7, 8, 16, 17, 33, 64, 65):
             check(linear, assert_near, *drawn(rows, out_features, in_features, dtype, "cuda"))

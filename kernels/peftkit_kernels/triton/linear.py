@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peftkit_kernels import reference
+from peftkit_kernels.segments import MAX_RANK
 from peftkit_kernels.triton.compile import Specimen
 from peftkit_kernels.triton.dependent import has_dependents, launch_options, wait_turn
 
@@ -65,6 +66,7 @@ CONFIGS: Mapping[tuple[int, int], Config] = MappingProxyType(
 
 _OVERRIDE: ContextVar[Config | None] = ContextVar("linear config", default=None)
 _COUNTERS = 1 << 12
+_NARROW = MAX_RANK
 _MAX_SPLITS = 16
 _SEND = tl.constexpr(
     "{ .reg .pred sends; setp.eq.s32 sends, $3, 0; @sends cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"
@@ -98,8 +100,9 @@ def override(config: Config) -> Iterator[None]:
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, deterministic: bool = False) -> Tensor:
-    """See `peftkit_kernels.reference.linear`, which takes float32, more than MAX_ROWS rows, weights whose rows don't
-    begin at multiples of 16 bytes, and whatever is deterministic. The kernel has no gradient."""
+    """See `peftkit_kernels.reference.linear`, which takes what the kernel isn't for: float32, more than MAX_ROWS rows,
+    inputs no wider than a LoRA's rank, weights or outputs whose rows don't begin at multiples of 16 bytes, and whatever
+    is deterministic. The kernel has no gradient."""
     if deterministic or not _takes(x_TI, weight_OI):
         return reference.linear(x_TI, weight_OI, bias_O, deterministic=deterministic)
     num_rows, in_features = x_TI.shape
@@ -111,25 +114,22 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, det
         x_TI = x_TI.clone(memory_format=torch.contiguous_format)
     config = _config(num_rows, device)
     programs, num_splits = _share_out(out_features, in_features, config, _multiprocessors(device))
-    part_RSO = arrived = y_TO
-    if num_splits > 1:
-        part_RSO = torch.empty(programs * config.rows * config.outs, dtype=torch.float32, device=device)
-        arrived = _counters(device)
+    num_sums = programs * config.rows * config.outs if num_splits > 1 else 0
     dependent = has_dependents(device)
     _linear[(programs,)](
         x_TI,
         weight_OI,
         y_TO if bias_O is None else bias_O,
         y_TO,
-        part_RSO,
-        arrived,
+        torch.empty(num_sums, dtype=torch.float32, device=device),
+        _counters(device),
         num_rows,
-        out_features,
+        out_features // 8,
         in_features // 8,
         x_TI.stride(0) // 8,
         weight_OI.stride(0) // 8,
         num_splits,
-        **_constants(config, out_features, in_features, num_splits > 1, bias_O is not None, dependent),
+        **_constants(config, in_features, bias_O is not None, dependent),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **launch_options(dependent),
@@ -138,33 +138,31 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, det
 
 
 def _takes(x_TI: Tensor, weight_OI: Tensor) -> bool:
-    """Whether the kernel is for these: 16-byte pieces of few rows. It follows from shapes, strides and dtypes."""
+    """Whether the kernel is for these; it follows from shapes, strides and dtypes."""
+    out_features, in_features = weight_OI.shape
     aligned = weight_OI.stride(1) == 1 and weight_OI.stride(0) % 8 == 0 and weight_OI.data_ptr() % 16 == 0
-    few = x_TI.shape[0] <= MAX_ROWS and x_TI.shape[1] % 8 == 0 and x_TI.shape[1] > 0
-    return few and aligned and x_TI.dtype in (torch.bfloat16, torch.float16)
+    eights = out_features % 8 == 0 and in_features % 8 == 0 and in_features > _NARROW
+    return aligned and eights and x_TI.shape[0] <= MAX_ROWS and x_TI.dtype in (torch.bfloat16, torch.float16)
 
 
-@triton.jit(do_not_specialize=["num_rows", "out_features", "in_8", "x_stride_8", "weight_stride_8", "num_splits"])
+@triton.jit(do_not_specialize=["num_rows", "out_8", "in_8", "x_stride_8", "weight_stride_8", "num_splits"])
 def _linear(
-    x, weight, bias, y, part, arrived, num_rows, out_features, in_8, x_stride_8, weight_stride_8, num_splits,
+    x, weight, bias, y, part, arrived, num_rows, out_8, in_8, x_stride_8, weight_stride_8, num_splits,
     ROWS: tl.constexpr, OUTS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, LANES: tl.constexpr,
-    AHEAD: tl.constexpr, PIECE: tl.constexpr, SPLIT: tl.constexpr, WHOLE_K: tl.constexpr, WHOLE_OUTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
+    AHEAD: tl.constexpr, PIECE: tl.constexpr, WHOLE_K: tl.constexpr, HAS_BIAS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Program p of P. Without SPLIT: all of the tiles p, p + P, …; with it: part p % num_splits of one tile.
+    """Program p of P: all of the tiles p, p + P, …; with num_splits > 1 part p % num_splits of one tile.
 
-    in_8, x_stride_8, weight_stride_8: eighths, so that the compiler knows of 16-byte pieces.
+    out_8, in_8, x_stride_8, weight_stride_8: eighths, so that the compiler knows of 16-byte pieces.
     """
-    in_features, x_stride, weight_stride = in_8 * 8, x_stride_8 * 8, weight_stride_8 * 8
-    if WHOLE_OUTS:
-        out_features = out_features // OUTS * OUTS  # tells the compiler that rows of y are aligned
-    steps, first, tile, every = tl.cdiv(in_features, BLOCK_K), 0, tl.program_id(0), tl.num_programs(0)
-    num_steps = steps * ((tl.cdiv(out_features, OUTS) - tile + every - 1) // every)
-    share = tile % num_splits
-    if SPLIT:
-        tile = tile // num_splits
-        first = steps * share // num_splits
-        num_steps = steps * (share + 1) // num_splits - first
+    out_features, in_features, x_stride, weight_stride = out_8 * 8, in_8 * 8, x_stride_8 * 8, weight_stride_8 * 8
+    steps, every = tl.cdiv(in_features, BLOCK_K), tl.num_programs(0)
+    tile, share = tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
+    first = steps * share // num_splits
+    num_steps = steps * (share + 1) // num_splits - first
+    if num_splits == 1:
+        num_steps = steps * ((tl.cdiv(out_features, OUTS) - tile + every - 1) // every)
     if AHEAD:
         _send_for(
             weight, tile * OUTS, first * BLOCK_K, out_features, in_features, weight_stride, OUTS, LANES, AHEAD, PIECE
@@ -176,12 +174,8 @@ def _linear(
     x_at = x + row[:, None] * x_stride + k[None, :]
     acc = _nothing(ROWS, OUTS, BLOCK_K)
     for i in tl.range(0, num_steps, num_stages=STAGES):
-        at = first + i
-        if not SPLIT:
-            at = i % steps
-        out = (tile + i // steps * every) * OUTS + tl.arange(0, OUTS)
-        if SPLIT:
-            out = tile * OUTS + tl.arange(0, OUTS)
+        at, start = first + i % steps, (tile + i // steps * every) * OUTS
+        out = start + tl.arange(0, OUTS)
         out = tl.minimum(out, out_features - 1).to(tl.int64)  # a ragged tile reads the last row again: no masks
         w_at = weight + out[:, None] * weight_stride + (at * BLOCK_K + k)[None, :]
         if WHOLE_K:
@@ -192,12 +186,10 @@ def _linear(
             w_OK = tl.load(w_at, mask=inside, other=0.0)
             x_RK = tl.load(x_at + at * BLOCK_K, mask=live & inside, other=0.0)
         acc = _add(acc, w_OK, x_RK, ROWS, OUTS, BLOCK_K)
-        if not SPLIT:
-            if at == steps - 1:
-                start = (tile + i // steps * every) * OUTS
-                _store(y, bias, start, _sum(acc, ROWS), num_rows, out_features, ROWS, OUTS, WHOLE_OUTS, HAS_BIAS)
-                acc = _nothing(ROWS, OUTS, BLOCK_K)
-    if SPLIT:
+        if (at == steps - 1) & (num_splits == 1):
+            _store(y, bias, start, _sum(acc, ROWS), num_rows, out_features, ROWS, OUTS, HAS_BIAS)
+            acc = _nothing(ROWS, OUTS, BLOCK_K)
+    if num_splits > 1:
         inner = tl.arange(0, OUTS)[:, None] + tl.arange(0, ROWS)[None, :] * OUTS
         parts = part + (tile * num_splits).to(tl.int64) * (OUTS * ROWS) + inner
         wanted = tl.broadcast_to((row < num_rows)[None, :], (OUTS, ROWS))
@@ -208,7 +200,7 @@ def _linear(
             total = tl.zeros((OUTS, ROWS), tl.float32)
             for s in range(0, num_splits):  # past L1, which other programs' stores don't reach
                 total += tl.load(parts + s * (OUTS * ROWS), mask=wanted, other=0.0, cache_modifier=".cg")
-            _store(y, bias, tile * OUTS, total, num_rows, out_features, ROWS, OUTS, WHOLE_OUTS, HAS_BIAS)
+            _store(y, bias, tile * OUTS, total, num_rows, out_features, ROWS, OUTS, HAS_BIAS)
 
 
 @triton.jit
@@ -241,11 +233,10 @@ def _sum(acc, ROWS: tl.constexpr):
 
 @triton.jit
 def _store(
-    y, bias, start, value, num_rows, out_features, ROWS: tl.constexpr, OUTS: tl.constexpr, WHOLE_OUTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):  # fmt: skip
+    y, bias, start, value, num_rows, out_features, ROWS: tl.constexpr, OUTS: tl.constexpr, HAS_BIAS: tl.constexpr
+):
     out, row = start + tl.arange(0, OUTS), tl.arange(0, ROWS)
-    inside = tl.full((OUTS,), True, tl.int1) if WHOLE_OUTS else out < out_features
+    inside = out < out_features
     if HAS_BIAS:
         value += tl.load(bias + out, mask=inside, other=0.0).to(tl.float32)[:, None]
     at = y + row.to(tl.int64)[None, :] * out_features + out[:, None]
@@ -269,9 +260,7 @@ def _send_for(
     )  # fmt: skip
 
 
-def _constants(
-    config: Config, out_features: int, in_features: int, split: bool, has_bias: bool, dependent: int
-) -> dict[str, int | bool]:
+def _constants(config: Config, in_features: int, has_bias: bool, dependent: int) -> dict[str, int | bool]:
     lanes = max(32 * config.num_warps, config.outs)
     ahead = min(1024 * config.ahead // (config.per_sm * config.outs), 2 * in_features) if dependent else 0
     ahead = 1 << ahead.bit_length() - 1 if ahead >= 16 else 0  # bytes of an output
@@ -283,9 +272,7 @@ def _constants(
         "LANES": lanes,
         "AHEAD": ahead,
         "PIECE": max(min(ahead, 512), ahead * config.outs // lanes),
-        "SPLIT": split,
         "WHOLE_K": in_features % config.block_k == 0,
-        "WHOLE_OUTS": out_features % config.outs == 0,
         "HAS_BIAS": has_bias,
         "DEPENDENT": dependent,
     }
@@ -329,16 +316,13 @@ def _counters(device: torch.device) -> Tensor:
 
 
 def specimens(capability: int = 90) -> Iterator[Specimen]:
-    """Each configuration of a card with whole tiles and with parts; ragged inputs for few rows."""
+    """Each configuration of a card; for few rows with ragged inputs too."""
     cuts = [config for (_, card), config in CONFIGS.items() if card == min(90, capability // 10 * 10)]
-    uses = [("*bf16", config, split, 4096) for config in cuts for split in (False, True)]
-    uses += [("*fp16", config, True, 4104) for config in cuts[:2]]
-    for dtype, config, split, features in uses:
-        ragged = features % 16 > 0
-        constants = _constants(config, 6145 if ragged else 6144, features, split, ragged, int(capability >= 90))
-        sizes = ("num_rows", "out_features", "in_8", "x_stride_8", "weight_stride_8", "num_splits")
+    uses = [("*bf16", config, 4096) for config in cuts] + [("*fp16", config, 4104) for config in cuts[:2]]
+    for dtype, config, features in uses:
+        constants = _constants(config, features, features % 16 > 0, int(capability >= 90))
+        sizes = ("num_rows", "out_8", "in_8", "x_stride_8", "weight_stride_8", "num_splits")
         types = dict.fromkeys(("x", "weight", "bias", "y"), dtype) | dict.fromkeys(sizes, "i32")
-        types |= {"part": "*fp32", "arrived": "*i32"} if split else {"part": dtype, "arrived": dtype}
-        types |= dict.fromkeys(constants, "constexpr")
+        types |= {"part": "*fp32", "arrived": "*i32"} | dict.fromkeys(constants, "constexpr")
         signature = {name: types[name] for name in _linear.arg_names}
         yield Specimen(_linear, signature, constants, config.num_warps, config.num_stages)
