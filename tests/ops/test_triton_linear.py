@@ -55,12 +55,12 @@ def test_multiplies_ragged_sizes(
 
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("out_features", [16, 24, 40, 80])
-@pytest.mark.parametrize("in_features", [64, 200])
+@pytest.mark.parametrize(("in_features", "apart"), [(64, 0), (200, 3)])
 def test_tiles_are_cut_or_shared_out(
     seed: int, assert_near: Near, module: ModuleType, monkeypatch: pytest.MonkeyPatch, rows: int,
-    out_features: int, in_features: int,
+    out_features: int, in_features: int, apart: int,
 ) -> None:  # fmt: skip
-    config = module.Config(1 if rows == 1 else 16, 16, 32, 1, 2, 1)
+    config = module.Config(1 if rows == 1 else 16, 16, 32, 1, 2, 1, apart)
     x, weight = drawn(rows, out_features, in_features, torch.float16)
     for multiprocessors in (2, 11):
         monkeypatch.setattr(module, "_multiprocessors", lambda device, number=multiprocessors: number)

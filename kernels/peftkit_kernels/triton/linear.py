@@ -46,6 +46,9 @@ class Config:
     num_stages: int
     per_sm: int
     """Programs that a multiprocessor holds at once."""
+    apart: int = 0
+    """Steps by which a program begins further on in the input than the one before it, so that they don't all read the
+    same inputs at once."""
     ahead: int = 64
     """KiB of weights that a multiprocessor sends for before the kernel before this one has ended."""
 
@@ -149,8 +152,8 @@ def _takes(x_TI: Tensor, weight_OI: Tensor) -> bool:
 def _linear(
     x, weight, bias, y, part, arrived, num_rows, out_8, in_8, x_stride_8, weight_stride_8, num_splits,
     ROWS: tl.constexpr, OUTS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, LANES: tl.constexpr,
-    AHEAD: tl.constexpr, PIECE: tl.constexpr, WHOLE_K: tl.constexpr, HAS_BIAS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    AHEAD: tl.constexpr, PIECE: tl.constexpr, APART: tl.constexpr, WHOLE_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program p of P: all of the tiles p, p + P, …; with num_splits > 1 part p % num_splits of one tile.
 
@@ -160,13 +163,13 @@ def _linear(
     steps, every = tl.cdiv(in_features, BLOCK_K), tl.num_programs(0)
     tile, share = tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
     first = steps * share // num_splits
-    num_steps = steps * (share + 1) // num_splits - first
+    steps = steps * (share + 1) // num_splits - first
+    num_steps, turn = steps, tl.program_id(0) * APART % steps
     if num_splits == 1:
         num_steps = steps * ((tl.cdiv(out_features, OUTS) - tile + every - 1) // every)
     if AHEAD:
-        _send_for(
-            weight, tile * OUTS, first * BLOCK_K, out_features, in_features, weight_stride, OUTS, LANES, AHEAD, PIECE
-        )
+        place = (first + turn) * BLOCK_K
+        _send_for(weight, tile * OUTS, place, out_features, in_features, weight_stride, OUTS, LANES, AHEAD, PIECE)
     if DEPENDENT:
         wait_turn(DEPENDENT)
     row, k = tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
@@ -174,7 +177,7 @@ def _linear(
     x_at = x + row[:, None] * x_stride + k[None, :]
     acc = _nothing(ROWS, OUTS, BLOCK_K)
     for i in tl.range(0, num_steps, num_stages=STAGES):
-        at, start = first + i % steps, (tile + i // steps * every) * OUTS
+        at, start = first + (i + turn) % steps, (tile + i // steps * every) * OUTS
         out = start + tl.arange(0, OUTS)
         out = tl.minimum(out, out_features - 1).to(tl.int64)  # a ragged tile reads the last row again: no masks
         w_at = weight + out[:, None] * weight_stride + (at * BLOCK_K + k)[None, :]
@@ -186,7 +189,7 @@ def _linear(
             w_OK = tl.load(w_at, mask=inside, other=0.0)
             x_RK = tl.load(x_at + at * BLOCK_K, mask=live & inside, other=0.0)
         acc = _add(acc, w_OK, x_RK, ROWS, OUTS, BLOCK_K)
-        if (at == steps - 1) & (num_splits == 1):
+        if (i % steps == steps - 1) & (num_splits == 1):
             _store(y, bias, start, _sum(acc, ROWS), num_rows, out_features, ROWS, OUTS, HAS_BIAS)
             acc = _nothing(ROWS, OUTS, BLOCK_K)
     if num_splits > 1:
@@ -271,6 +274,7 @@ def _constants(config: Config, in_features: int, has_bias: bool, dependent: int)
         "STAGES": config.num_stages,
         "LANES": lanes,
         "AHEAD": ahead,
+        "APART": config.apart,
         "PIECE": max(min(ahead, 512), ahead * config.outs // lanes),
         "WHOLE_K": in_features % config.block_k == 0,
         "HAS_BIAS": has_bias,
