@@ -14,8 +14,11 @@ from peftkit_kernels.training import (
     cross_entropy,
     cross_entropy_grad,
     gated_grad,
+    gated_joined_grad,
+    nf4_dequantize_joined,
     rms_norm_grad,
     rotate_grad,
+    rotate_joined_grad,
 )
 
 embedding = dispatched(checks.embedding)(reference.embedding)
@@ -44,12 +47,15 @@ __all__ = [
     "grouped_lora",
     "grouped_bottleneck",
     "nf4_dequantize",
+    "nf4_dequantize_joined",
     "nf4_linear",
     "copy_pages",
     "sample",
     "rms_norm_grad",
     "rotate_grad",
+    "rotate_joined_grad",
     "gated_grad",
+    "gated_joined_grad",
     "cross_entropy",
     "cross_entropy_grad",
     "BOTTLENECK_INPUTS",

@@ -13,6 +13,11 @@ INT64 = (torch.int64,)
 FLOAT32 = (torch.float32,)
 UINT8 = (torch.uint8,)
 
+JOINED = (2, 3)
+"""How many matrices are dequantised together."""
+NF4_JOINED_ELEMENTS = 4096
+"""Of which each has a multiple of elements."""
+
 Shape = tuple[int | None, ...]
 """Wanted sizes; None is any."""
 
@@ -164,6 +169,26 @@ def nf4_dequantize(
         raise ValueError(f"dtype is {dtype}: one of {_names(FLOATS)} is wanted")
 
 
+def nf4_dequantize_joined(
+    codes: tuple[Tensor, ...],
+    absmaxes: tuple[Tensor, ...],
+    absmax_codes: tuple[Tensor, ...],
+    absmax_scales: tuple[Tensor, ...],
+    absmax_offsets: tuple[Tensor, ...],
+    rows: tuple[int, ...],
+    columns: int,
+    dtype: torch.dtype,
+) -> None:
+    tables = (codes, absmaxes, absmax_codes, absmax_scales, absmax_offsets, rows)
+    if {len(table) for table in tables} != {len(rows)} or len(rows) not in JOINED:
+        lengths = ", ".join(str(len(table)) for table in tables)
+        raise ValueError(f"{lengths} codes, scales and rows: those of {JOINED[0]} or {JOINED[-1]} matrices are wanted")
+    for code_X, absmax_B, absmax_code, absmax_scale, absmax_offset, num_rows in zip(*tables, strict=True):
+        nf4_dequantize(code_X, absmax_B, absmax_code, absmax_scale, absmax_offset, (num_rows, columns), dtype)
+        if num_rows * columns % NF4_JOINED_ELEMENTS:
+            raise ValueError(f"a matrix of {num_rows} × {columns}: a multiple of {NF4_JOINED_ELEMENTS} is wanted")
+
+
 def nf4_linear(
     x_TI: Tensor,
     code_X: Tensor,
@@ -222,6 +247,18 @@ def rotate(q_NQD: Tensor, k_NKD: Tensor, cos_ND: Tensor, sin_ND: Tensor, inverse
     _tensor("k_NKD", k_NKD, (num_rows, None, head_size), (q_NQD.dtype,), q_NQD)
     for name, table in (("cos_ND", cos_ND), ("sin_ND", sin_ND)):
         _tensor(name, table, (num_rows, head_size), TRAINED, q_NQD)
+
+
+def rotate_(q_NQD: Tensor, k_NKD: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> None:
+    rotate(q_NQD, k_NKD, cos_ND, sin_ND)
+    for name, tensor in (("q_NQD", q_NQD), ("k_NKD", k_NKD)):
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has heads that aren't contiguous: a tensor that can be overwritten is wanted")
+
+
+def rotate_back(dq_NQD: Tensor, dk_NKD: Tensor, dv_NKD: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> None:
+    rotate(dq_NQD, dk_NKD, cos_ND, sin_ND)
+    _same("dv_NKD", dv_NKD, dk_NKD)
 
 
 def gated(gate_NF: Tensor, up_NF: Tensor, activation: str) -> None:

@@ -32,6 +32,7 @@ TRITON: Mapping[str, str] = MappingProxyType(
         "grouped_lora": "triton.lora",
         "linear": "triton.linear",
         "nf4_dequantize": "triton.nf4",
+        "nf4_dequantize_joined": "triton.training_weights",
         "nf4_linear": "triton.nf4",
         "rms_norm": "triton.norm",
         "sample": "triton.sampling",
@@ -42,6 +43,8 @@ TRITON: Mapping[str, str] = MappingProxyType(
         "rms_norm_forward": "triton.training_norm",
         "rms_norm_backward": "triton.training_norm",
         "rotate": "triton.training_rope",
+        "rotate_": "triton.training_rope",
+        "rotate_back": "triton.training_rope",
         "gated": "triton.training_gate",
         "gated_backward": "triton.training_gate",
         "gated_backward_": "triton.training_gate",
@@ -59,9 +62,9 @@ _UNCHECKED: dict[Callable[..., Any], Callable[..., Any]] = {}
 def dispatched(check: Callable[P, None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Makes a reference a public operation: checks its arguments, then runs what the first one's device has.
 
-    The first argument is a tensor; of float64, which only training's operations take, it is the reference's. Traced
-    code, and a kernel under a mode that watches operations (FakeTensorMode, selective checkpointing), calls
-    `torch.ops.peftkit` instead, which comes back here when it runs.
+    The first argument is a tensor or begins with one; of float64, which only training's operations take, it is the
+    reference's. Traced code, and a kernel under a mode that watches operations (FakeTensorMode, selective
+    checkpointing), calls `torch.ops.peftkit` instead, which comes back here when it runs.
     """
 
     def decorate(reference: Callable[P, R]) -> Callable[P, R]:
@@ -78,6 +81,8 @@ def dispatched(check: Callable[P, None]) -> Callable[[Callable[P, R]], Callable[
             if is_compiling():
                 return in_graph(*args, **kwargs)
             first = args[0] if args else next(iter(kwargs.values()))
+            if isinstance(first, tuple):
+                first = first[0]
             assert isinstance(first, Tensor)
             kernel = _triton(name, first.device.type)
             if kernel is None or first.dtype == torch.float64:

@@ -24,6 +24,7 @@ _WRITTEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "grouped_lora": ("y_TO",),
         "grouped_bottleneck": ("y_TH",),
         "copy_pages": ("kv_PZ2KD",),
+        "rotate_": ("q_NQD", "k_NKD"),
         "gated_backward_": ("gate_NF", "up_NF"),
         "cross_entropy_grad": ("logits_NV",),
     }
@@ -44,6 +45,7 @@ _TYPES: Mapping[Any, str] = MappingProxyType(
         str: "str",
         torch.dtype: "ScalarType",
         tuple[int, ...]: "SymInt[]",
+        tuple[Tensor, ...]: "Tensor[]",
         tuple[int, int]: "SymInt[]",
         tuple[Tensor, Tensor]: "(Tensor, Tensor)",
         tuple[Tensor, Tensor, Tensor]: "(Tensor, Tensor, Tensor)",
@@ -79,12 +81,17 @@ _FAKES: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "grouped_bottleneck": lambda *_, **__: None,
         "copy_pages": lambda *_: None,
         "nf4_dequantize": lambda code_X, *rest: code_X.new_empty(rest[-2], dtype=rest[-1]),
+        "nf4_dequantize_joined": lambda codes, *rest: codes[0].new_empty((sum(rest[4]), rest[5]), dtype=rest[6]),
         "nf4_linear": lambda x_TI, *rest, **__: x_TI.new_empty(x_TI.shape[0], rest[5]),
         "sample": lambda logits_NV, *_: logits_NV.new_empty(logits_NV.shape[0], dtype=torch.int64),
         "seeded_dropout": lambda x_NI, *_: x_NI.new_empty(x_NI.shape),
         "rms_norm_forward": lambda x_NH, *_, **__: (x_NH.new_empty(x_NH.shape), _row_of(x_NH)),
         "rms_norm_backward": lambda dy_NH, *_, **__: dy_NH.new_empty(dy_NH.shape),
         "rotate": lambda q_NQD, k_NKD, *_, **__: (q_NQD.new_empty(q_NQD.shape), k_NKD.new_empty(k_NKD.shape)),
+        "rotate_": lambda *_, **__: None,
+        "rotate_back": lambda dq_NQD, dk_NKD, *_, **__: dq_NQD.new_empty(
+            dq_NQD.shape[0], dq_NQD.shape[1] + 2 * dk_NKD.shape[1], dq_NQD.shape[2]
+        ),
         "gated": lambda gate_NF, *_, **__: gate_NF.new_empty(gate_NF.shape),
         "gated_backward": lambda _, gate_NF, up_NF, *__, **___: (
             gate_NF.new_empty(gate_NF.shape),

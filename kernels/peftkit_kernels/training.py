@@ -19,13 +19,17 @@ from peftkit_kernels.dispatch import dispatched, unchecked
 rms_norm_forward = dispatched(checks.rms_norm_forward)(training_steps.rms_norm_forward)
 rms_norm_backward = dispatched(checks.rms_norm_backward)(training_steps.rms_norm_backward)
 rotate = dispatched(checks.rotate)(training_steps.rotate)
+rotate_ = dispatched(checks.rotate_)(training_steps.rotate_)
+rotate_back = dispatched(checks.rotate_back)(training_steps.rotate_back)
 gated = dispatched(checks.gated)(training_steps.gated)
 gated_backward = dispatched(checks.gated_backward)(training_steps.gated_backward)
 gated_backward_ = dispatched(checks.gated_backward_)(training_steps.gated_backward_)
+nf4_dequantize_joined = dispatched(checks.nf4_dequantize_joined)(training_steps.nf4_dequantize_joined)
 cross_entropy = dispatched(checks.cross_entropy)(training_steps.cross_entropy)
 cross_entropy_grad = dispatched(checks.cross_entropy_grad)(training_steps.cross_entropy_grad)
 
-_rms_norm_backward, _rotate = unchecked(rms_norm_backward), unchecked(rotate)
+_rms_norm_backward = unchecked(rms_norm_backward)
+_rotate, _rotate_back = unchecked(rotate), unchecked(rotate_back)
 _gated_backward, _gated_backward_ = unchecked(gated_backward), unchecked(gated_backward_)
 
 
@@ -56,6 +60,22 @@ def gated_grad(gate_NF: Tensor, up_NF: Tensor, activation: str, *, overwrite: bo
     if overwrite:
         checks.overwritten(gate_NF, up_NF)
     return _Gated.apply(gate_NF, up_NF, activation, overwrite)
+
+
+def rotate_joined_grad(
+    qkv_BTX: Tensor, cos_ND: Tensor, sin_ND: Tensor, num_keys: int, *, overwrite: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`rotate_grad` of queries and keys that lie side by side with values: (B, Q, T, D) and twice (B, K, T, D).
+
+    X = (Q + 2 K) D, N = B T. They share memory: with `overwrite` that of qkv, which nobody else reads after this call,
+    else fresh memory. The gradient of qkv comes out in one piece.
+    """
+    return _RotateJoined.apply(qkv_BTX, cos_ND, sin_ND, num_keys, overwrite)
+
+
+def gated_joined_grad(both_X2F: Tensor, activation: str, *, overwrite: bool = False) -> Tensor:
+    """`gated_grad` of gate and up side by side (…, 2 F): h (…, F). Backward gives their gradient in one piece."""
+    return _GatedJoined.apply(both_X2F, activation, overwrite)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -100,6 +120,55 @@ class _Gated(torch.autograd.Function):
         _gated_backward_(dh_NF, gate_NF, up_NF, ctx.activation)
         increment_version((gate_NF, up_NF))  # a kernel's writes are not seen by autograd
         return gate_NF, up_NF, None, None
+
+
+class _RotateJoined(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv_BTX: Tensor, cos_ND: Tensor, sin_ND: Tensor, num_keys: int, overwrite: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        B, T, X = qkv_BTX.shape
+        D = cos_ND.shape[1]
+        ctx.save_for_backward(cos_ND, sin_ND)
+        qkv_NXD = (qkv_BTX.detach() if overwrite else qkv_BTX.clone()).view(B * T, X // D, D)
+        sizes = (X // D - 2 * num_keys, num_keys, num_keys)
+        q_NQD, k_NKD, _ = qkv_NXD.split_with_sizes(sizes, 1)
+        rotate_(q_NQD, k_NKD, cos_ND, sin_ND)
+        q, k, v = qkv_NXD.view(B, T, X // D, D).transpose(1, 2).split_with_sizes(sizes, 1)
+        return q, k, v
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        B, _, T, D = gradients[0].shape
+        dq_NQD, dk_NKD, dv_NKD = [d.transpose(1, 2).reshape(B * T, -1, D) for d in gradients]
+        return _rotate_back(dq_NQD, dk_NKD, dv_NKD, *ctx.saved_tensors).view(B, T, -1), None, None, None, None
+
+
+class _GatedJoined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, both_X2F: Tensor, activation: str, overwrite: bool) -> Tensor:
+        ctx.save_for_backward(both_X2F)
+        ctx.activation, ctx.overwrite = activation, overwrite
+        gate_NF, up_NF = _halves(both_X2F)
+        h_NF = gated(gate_NF, up_NF, activation)
+        return h_NF if both_X2F.dim() == 2 else h_NF.view(*both_X2F.shape[:-1], h_NF.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh_XF: Tensor) -> tuple[Tensor | None, ...]:
+        (both_X2F,) = ctx.saved_tensors
+        both_X2F = both_X2F.detach() if ctx.overwrite else both_X2F.clone()
+        _gated_backward_(dh_XF.reshape(-1, dh_XF.shape[-1]), *_halves(both_X2F), ctx.activation)
+        if ctx.overwrite:
+            increment_version((both_X2F,))  # a kernel's writes are not seen by autograd
+        return both_X2F, None, None
+
+
+def _halves(both_X2F: Tensor) -> tuple[Tensor, Tensor]:
+    both_N2F = both_X2F.view(-1, both_X2F.shape[-1])
+    width = both_N2F.shape[1] // 2
+    return both_N2F[:, :width], both_N2F[:, width:]
 
 
 def _refuse_gradient(weight_H: Tensor) -> None:

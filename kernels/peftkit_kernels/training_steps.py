@@ -9,6 +9,8 @@ import math
 import torch
 from torch import Tensor
 
+from peftkit_kernels.reference import nf4_dequantize
+
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 """Activations that `gated` knows: SiLU, GELU by its approximation with tanh, GELU."""
 
@@ -48,6 +50,17 @@ def rotate(
     return _turn(q_NQD, cos_ND, sin_ND, inverse), _turn(k_NKD, cos_ND, sin_ND, inverse)
 
 
+def rotate_(q_NQD: Tensor, k_NKD: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> None:
+    """`rotate` with its results written over queries and keys."""
+    for out, turned in zip((q_NQD, k_NKD), rotate(q_NQD, k_NKD, cos_ND, sin_ND), strict=True):
+        out.copy_(turned)
+
+
+def rotate_back(dq_NQD: Tensor, dk_NKD: Tensor, dv_NKD: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> Tensor:
+    """The gradient of what queries, keys and values were before `rotate`, of all their heads (N, Q + 2K, D)."""
+    return torch.cat([*rotate(dq_NQD, dk_NKD, cos_ND, sin_ND, inverse=True), dv_NKD], 1)
+
+
 def gated(gate_NF: Tensor, up_NF: Tensor, activation: str) -> Tensor:
     """Gated activation of two tensors of one shape. Semantics: `h = activation(gate) * up`, one of ACTIVATIONS."""
     return (_activated(_wide(gate_NF), activation)[0] * up_NF).to(gate_NF.dtype)
@@ -64,6 +77,26 @@ def gated_backward_(dh_NF: Tensor, gate_NF: Tensor, up_NF: Tensor, activation: s
     dgate_NF, dup_NF = gated_backward(dh_NF, gate_NF, up_NF, activation)
     gate_NF.copy_(dgate_NF)
     up_NF.copy_(dup_NF)
+
+
+def nf4_dequantize_joined(
+    codes: tuple[Tensor, ...],
+    absmaxes: tuple[Tensor, ...],
+    absmax_codes: tuple[Tensor, ...],
+    absmax_scales: tuple[Tensor, ...],
+    absmax_offsets: tuple[Tensor, ...],
+    rows: tuple[int, ...],
+    columns: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The rows of several matrices below one another, each as `nf4_dequantize` gives it: (Σ rows, columns)."""
+    tables = zip(codes, absmaxes, absmax_codes, absmax_scales, absmax_offsets, rows, strict=True)
+    return torch.cat(
+        [
+            nf4_dequantize(code_X, absmax_B, table, absmax_scale, offset, (num_rows, columns), dtype)
+            for code_X, absmax_B, table, absmax_scale, offset, num_rows in tables
+        ]
+    )
 
 
 def cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftkit.errors import InputError
 from peftkit.methods.bottleneck import BottleneckAdapter, BottleneckConfig
-from peftkit.methods.fused import fast_share, fuse, unfuse
+from peftkit.methods.fused import fast_share, fuse, holding, unfuse
 from peftkit.methods.lora import Lora, LoraConfig, LoraSite
 from peftkit.methods.method import Method, StartsFromText, attached
 from peftkit.methods.prefix import Prefix, PrefixTuningConfig, PTuningV2Config
@@ -23,6 +23,7 @@ __all__ = [
     "check_together",
     "fast_share",
     "fuse",
+    "holding",
     "unfuse",
     "AnyConfig",
     "BottleneckAdapter",

@@ -1,5 +1,6 @@
 """Reading the weights of a frozen base."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,14 @@ from torch import Tensor
 from peftkit.base.divided import gathered
 from peftkit.base.folder import stored_tensors
 from peftkit.errors import BaseModelError, InputError
-from peftkit_kernels import nf4_dequantize
+from peftkit_kernels import nf4_dequantize, nf4_dequantize_joined
+from peftkit_kernels.checks import JOINED, NF4_JOINED_ELEMENTS
 from peftkit_kernels.dispatch import unchecked
 
-_nf4_dequantize = unchecked(nf4_dequantize)
+_nf4_dequantize, _nf4_dequantize_joined = unchecked(nf4_dequantize), unchecked(nf4_dequantize_joined)
+
+JOINED_BYTES = 2**28
+"""Most bytes of a matrix in 16 bits that is dequantised of several: those of gate and up of an 8B base, and more."""
 
 _Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[int, int]]
 
@@ -66,6 +71,43 @@ class Reader:
             if type(arguments[0]) is Tensor:  # not those of a rehearsal, which have no data
                 self._arguments, self._state, self._places = arguments, state, _places(weight, state)
         return dequantized(weight, dtype)
+
+
+class JoinedReader:
+    """Dequantises weights that `can_join` into one matrix, with all their rows, again and again as a `Reader` does."""
+
+    __slots__ = ("_arguments", "_places", "_states", "weights")
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self.weights = tuple(weights)
+        self._arguments: Any = None
+        self._states: tuple[Any, ...] = ()
+        self._places: list[tuple[int, ...]] = []
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The rows of all weights in `dtype`."""
+        states = tuple([weight.quant_state for weight in self.weights])  # type: ignore[attr-defined]
+        places = [_places(weight, state) for weight, state in zip(self.weights, states, strict=True)]
+        arguments: Any = self._arguments
+        if arguments is None or states != self._states or places != self._places:
+            if not can_join(self.weights):
+                return torch.cat([dequantized(weight, dtype) for weight in self.weights])
+            each = [_arguments(weight, state) for weight, state in zip(self.weights, states, strict=True)]
+            *tables, shapes = zip(*each, strict=True)
+            arguments = (*tables, tuple([rows for rows, _ in shapes]), shapes[0][1])
+            if type(arguments[0][0]) is Tensor:  # not those of a rehearsal, which have no data
+                self._arguments, self._states, self._places = arguments, states, places
+        return _nf4_dequantize_joined(*arguments, dtype)
+
+
+def can_join(weights: Sequence[Tensor]) -> bool:
+    """Whether a `JoinedReader` reads weights with as many columns in one go, and in as much memory as is allowed."""
+    states = [getattr(weight, "quant_state", None) for weight in weights]
+    if len(weights) not in JOINED or not all([state is not None and _known(state) for state in states]):
+        return False
+    sizes = [state.shape.numel() for state in states if state is not None]
+    whole = all([size % NF4_JOINED_ELEMENTS == 0 for size in sizes])
+    return whole and 2 * sum(sizes) <= JOINED_BYTES and all([weight.is_cuda for weight in weights])
 
 
 def _arguments(weight: Tensor, state: Any) -> _Arguments:

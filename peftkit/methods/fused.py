@@ -1,15 +1,17 @@
 """Forwards for training of the attention, feed-forward and norm modules of known decoders.
 
     norm            rms_norm_grad                                                  one pass
-    attention       q, k, v in one step of autograd (`lora_linear.py`), rotated in one pass, the attention function that
-                    the model is set to, o
-    feed-forward    gate, up in one step, activation(gate) * up in one pass whose backward writes over them, down
+    attention       q, k, v in one step of autograd and one tensor (`lora_linear.py`), rotated in one pass in place, the
+                    attention function that the model is set to, o
+    feed-forward    gate, up in one step and one tensor, activation(gate) * up in one pass whose backward writes over
+                    them, down
 
 They stand in the modules' places as `forward` of each. So hooks on them hold, and so do the modules that adapters put
 in the place of projections: what isn't a frozen linear layer, or LoRA on one, is called as it is. Modules of other
 classes keep their own forward, and so does attention that is called with a cache.
 
 `fuse` installs them and says once what is left out; `fast_share` is the share of a model's decoder that is in.
+`holding` says when nothing that is trained changes, so that what products take of it is made once.
 """
 
 import inspect
@@ -17,6 +19,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType, MethodType
 from typing import Any
 
@@ -26,9 +29,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from peftkit.methods.bottleneck import Bottleneck
+from peftkit.methods.lora_group import Copies, Projection
 from peftkit.methods.lora_layers import Adapted, LoraLinear
-from peftkit.methods.lora_linear import Projection, fits, frozen_projection, has_hooks, project, why_not
-from peftkit_kernels import gated_grad, rms_norm_grad, rotate_grad
+from peftkit.methods.lora_linear import fits, frozen_projection, has_hooks, project, project_joined, why_not
+from peftkit_kernels import gated_grad, gated_joined_grad, rms_norm_grad, rotate_grad, rotate_joined_grad
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +50,14 @@ _ACTIVATIONS = {
 
 def fuse(model: PreTrainedModel) -> None:
     """Gives the modules of `model` the forwards of this file, and logs which linear layers are left out, and why."""
+    copies = Copies()
     for module in model.modules():
         forward = _forward(module)
         if forward is not None:
             module.__dict__["forward"] = MethodType(forward, module)
         elif isinstance(module, LoraLinear):
-            module.fused = True
+            module.fused, module.copies = True, copies
+    model.__dict__["peftkit_copies"] = copies
     reasons = _reasons(model)
     left = Counter(reason for reason in reasons if reason is not None)
     if left:
@@ -61,11 +67,18 @@ def fuse(model: PreTrainedModel) -> None:
 
 def unfuse(model: PreTrainedModel) -> None:
     """Gives the modules their own forwards back."""
+    model.__dict__.pop("peftkit_copies", None)
     for module in model.modules():
         if isinstance(module, LoraLinear):
-            module.fused = False
+            module.fused, module.copies = False, None
         elif _is_fused(module):
             del module.__dict__["forward"]
+
+
+def holding(model: nn.Module) -> AbstractContextManager[None]:
+    """Inside, nothing that is trained may change: passes over the model share what they make of it."""
+    copies = model.__dict__.get("peftkit_copies")
+    return nullcontext() if copies is None else copies.hold()
 
 
 def fast_share(model: PreTrainedModel) -> float:
@@ -125,18 +138,27 @@ def _attention(
             self, hidden_states, position_embeddings, attention_mask, past_key_values=past_key_values, **kwargs
         )
     B, T = hidden_states.shape[:2]
-    q, k, v = _products(hidden_states, self.q_proj, self.k_proj, self.v_proj)
-    q_NQD, k_NKD = (x.reshape(B * T, -1, self.head_dim) for x in (q, k))
-    if hasattr(self, "q_norm"):
-        q_NQD, k_NKD = self.q_norm(q_NQD), self.k_norm(k_NKD)
-    cos_ND, sin_ND = [table.expand(B, T, -1).reshape(B * T, -1) for table in position_embeddings]
-    q_NQD, k_NKD = rotate_grad(q_NQD, k_NKD, cos_ND, sin_ND)
+    layers = (self.q_proj, self.k_proj, self.v_proj)
+    projections = [_projection(layer, hidden_states) for layer in layers]
+    cos_ND, sin_ND = [(x if len(x) == B else x.expand(B, T, -1)).reshape(B * T, -1) for x in position_embeddings]
+    whole = None if hasattr(self, "q_norm") else _whole(projections)
+    if whole is not None:
+        qkv = project_joined(hidden_states, whole)
+        num_keys = whole[1].outputs // self.head_dim
+        heads = rotate_joined_grad(qkv, cos_ND, sin_ND, num_keys, overwrite=_owned(whole))
+    else:
+        q, k, v = _multiplied(hidden_states, layers, projections)
+        q_NQD, k_NKD = (x.reshape(B * T, -1, self.head_dim) for x in (q, k))
+        if hasattr(self, "q_norm"):
+            q_NQD, k_NKD = self.q_norm(q_NQD), self.k_norm(k_NKD)
+        rotated = (*rotate_grad(q_NQD, k_NKD, cos_ND, sin_ND), v)
+        heads = [x.reshape(B, T, -1, self.head_dim).transpose(1, 2) for x in rotated]
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(
         self.config._attn_implementation, sys.modules[type(self).__module__].eager_attention_forward
     )
     output, weights = attend(
         self,
-        *(x.reshape(B, T, -1, self.head_dim).transpose(1, 2) for x in (q_NQD, k_NKD, v)),
+        *heads,
         attention_mask,
         dropout=self.attention_dropout if self.training else 0.0,
         scaling=self.scaling,
@@ -158,13 +180,24 @@ def _window(attention: Any) -> dict[str, int | None]:
 def _feed_forward(self: Any, x: Tensor) -> Tensor:
     layers = (self.gate_proj, self.up_proj)
     projections = [_projection(layer, x) for layer in layers]
-    gate, up = _multiplied(x, layers, projections)
-    activation = _ACTIVATIONS.get(self.config.hidden_act)
-    if activation is None:
-        return _products(self.act_fn(gate) * up, self.down_proj)[0]
-    # nobody keeps what they give: DoRA does, and what another forward does isn't known
-    owned = all([one is not None and not one.is_dora for one in projections])
-    return _products(gated_grad(gate, up, activation, overwrite=owned), self.down_proj)[0]
+    activation, whole = _ACTIVATIONS.get(self.config.hidden_act), _whole(projections)
+    if activation is not None and whole is not None:
+        h = gated_joined_grad(project_joined(x, whole), activation, overwrite=_owned(whole))
+    else:
+        gate, up = _multiplied(x, layers, projections)
+        h = self.act_fn(gate) * up if activation is None else gated_grad(gate, up, activation)
+    return _products(h, self.down_proj)[0]
+
+
+def _whole(projections: Sequence[Projection | None]) -> list[Projection] | None:
+    """The projections, if none is missing."""
+    whole = [one for one in projections if one is not None]
+    return whole if len(whole) == len(projections) else None
+
+
+def _owned(projections: Sequence[Projection]) -> bool:
+    """Whether nobody keeps what the projections give: DoRA does."""
+    return not any([one.is_dora for one in projections])
 
 
 _FORWARDS: Mapping[str, Callable[..., Any]] = MappingProxyType(

@@ -16,8 +16,9 @@ from torch.func import functional_call
 from peftkit.base.divided import gathered
 from peftkit.methods.frozen import dequantized
 from peftkit.methods.lora_config import LoraConfig, LoraSite
-from peftkit.methods.lora_linear import SMALLEST_NORM as SMALLEST_NORM
-from peftkit.methods.lora_linear import Projection, Update, fits, project
+from peftkit.methods.lora_group import SMALLEST_NORM as SMALLEST_NORM
+from peftkit.methods.lora_group import Copies, Projection, Update
+from peftkit.methods.lora_linear import fits, project
 
 
 class Adapted(nn.Module, ABC):
@@ -63,6 +64,8 @@ class LoraLayer(Adapted):
     def __init__(self, base_layer: nn.Module, site: LoraSite, config: LoraConfig, generator: torch.Generator) -> None:
         super().__init__(base_layer)
         self.scale, self.dropout = site.scale, config.dropout
+        self.copies: Copies | None = None
+        """Of the model's updates, where they may be held over several passes."""
         device = self.weight.device
         A, B = self._start(site, generator)
         self.lora_A, self.lora_B = nn.Parameter(A.to(device)), nn.Parameter(B.to(device))
@@ -114,6 +117,7 @@ class LoraLayer(Adapted):
             self.start_B,
             magnitude_O,
             None if magnitude_O is None else self.square_O,
+            self.copies,
         )
 
     def factors(self) -> tuple[Tensor, Tensor]:
@@ -173,6 +177,7 @@ class LoraLinear(LoraLayer):
         tensors = (self._parameters, self._buffers, base_layer._parameters)
         # all of which are held by it, so that none of the numbers is given a second time
         made_of: list[float] = [id(tensor) for named in tensors for tensor in named.values()]
+        made_of.append(id(self.copies))
         made_of += lora_A.shape[0], self.scale, self.dropout if self.training else 0.0
         if made_of != self._made_of:
             self._projection, self._made_of = Projection(self.weight, base_layer.bias, self.update()), made_of

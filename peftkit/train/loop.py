@@ -27,7 +27,7 @@ from peftkit.base.divided import division, unequal_passes
 from peftkit.data import Batch, Dataset, Position, Sampler, Stream, StreamSampler, collate, plan_evaluation
 from peftkit.errors import RunError
 from peftkit.evaluate import Metric, max_answer_tokens, score
-from peftkit.methods import attached
+from peftkit.methods import attached, holding
 from peftkit.recipe import Recipe
 from peftkit.train.checkpoint import (
     Checkpoint,
@@ -296,7 +296,7 @@ class Trainer:
         plan = plan_evaluation(data.lengths, batch_tokens=self._prepared.batch_positions)
         summed = 0.0
         self._model.eval()
-        with torch.no_grad(), unequal_passes(self._model):
+        with torch.no_grad(), holding(self._model), unequal_passes(self._model):
             for rows in plan[accelerator.process_index :: accelerator.num_processes]:
                 if stop():
                     break
@@ -350,10 +350,11 @@ def accumulate_gradients(
     if num_targets is None:
         num_targets = sum(batch.num_target_tokens for batch in batches)
     losses: list[torch.Tensor] = []
-    for batch in batches:
-        loss_sum = token_loss_sum(model, batch.to(model.device))
-        (loss_sum / num_targets).backward()
-        losses.append(loss_sum.detach())
+    with holding(model):
+        for batch in batches:
+            loss_sum = token_loss_sum(model, batch.to(model.device))
+            (loss_sum / num_targets).backward()
+            losses.append(loss_sum.detach())
     # read once all work is queued: reading waits for the device
     return sum(loss.item() for loss in losses) / num_targets
 

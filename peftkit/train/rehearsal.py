@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from peftkit.data import Batch
 from peftkit.data.sampler import Shape
+from peftkit.methods import holding
 from peftkit.train.loss import last_hidden, projected_loss_sum
 
 _GPU_BLOCK = 512
@@ -62,7 +63,14 @@ def rehearse(model: PreTrainedModel, shape: Shape, *, packed: bool, layers: int 
     try:
         for parameter in trained:
             parameter.grad = None
-        with torch.random.fork_rng(devices=[]), _plain_weights(model), _first_layers(model, layers), fake, ledger:
+        with (
+            torch.random.fork_rng(devices=[]),
+            _plain_weights(model),
+            _first_layers(model, layers),
+            fake,
+            ledger,
+            holding(model),
+        ):
             hidden_BTH = last_hidden(model, _batch(shape, packed, model.device))
             index_N = torch.zeros(min(shape.targets, shape.rows * shape.length), dtype=torch.long, device=model.device)
             ledger.part = "logits"

@@ -1,6 +1,8 @@
 """The fused linear layers against the mathematics: outputs, gradients, dropout's mask, what is saved."""
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,11 +11,13 @@ import torch
 from bitsandbytes.functional import quantize_4bit
 from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftkit.methods import LoraConfig, LoraSite
 from peftkit.methods.frozen import Reader, dequantized
+from peftkit.methods.lora_group import Copies, Group, Projection, Update
 from peftkit.methods.lora_layers import LoraLinear
-from peftkit.methods.lora_linear import Projection, fits, frozen_projection, project
+from peftkit.methods.lora_linear import fits, frozen_projection, project
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {},
@@ -191,7 +195,7 @@ def test_the_input_is_kept_once_and_nothing_as_wide_as_an_output(seed: int) -> N
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         ys = project(x, [projection(layer) for layer in layers])
-    factors = 4 * sum(p.numel() for layer in layers for p in layer.parameters() if p.requires_grad)
+    factors = 4 * 8 * (64 + 512 + 256 + 128)  # A, and B of all outputs, with zeros beside each update's own
     assert sum(kept.values()) == x.nbytes + 4 * 32 * 8 + factors
     kept.clear()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -330,3 +334,116 @@ def test_a_weight_in_4_bits_is_read_where_it_is(seed: int, monkeypatch: pytest.M
     weight.quant_state = other.weight.quant_state  # type: ignore[union-attr]
     check()
     assert not torch.equal(reader.dense(torch.bfloat16), before)
+
+
+def held_layers() -> tuple[list[LoraLinear], Copies]:
+    """A group with a start, biases and unequal scales and ranks, and copies that they share."""
+    layers = [
+        adapted(frozen(8, 6, bias=True), 2, lora_bias=True),
+        adapted(frozen(8, 4), 3, start=True, scale=0.4),
+    ]
+    copies = Copies()
+    for layer in layers:
+        layer.copies = copies
+    return layers, copies
+
+
+def test_held_copies_serve_all_passes_and_are_made_anew_the_next_time(seed: int) -> None:
+    layers, copies = held_layers()
+    x = torch.randn(4, 8, requires_grad=True)
+    casts: list[int] = []
+    for round in range(3):
+        with pytest.MonkeyPatch.context() as patch:
+            factors = Update.factors
+            patch.setattr(Update, "factors", lambda one: (casts.append(round), factors(one))[1])  # noqa: B023
+            with copies.hold():
+                for _ in (1, 2):
+                    found = project(x, [layer.projection() for layer in layers])
+                    grads = gradients(found, x, layers, seed)
+        expected = [layer(x) for layer in layers]
+        assert_near(found, expected, 1e-6)
+        assert_near(grads, gradients(expected, x, layers, seed), 1e-5)
+        casts.append(-1)
+        for parameter in (one for layer in layers for one in layer.trained().values()):
+            parameter.data.mul_(1.5)  # as fused optimisers do, unseen by autograd
+    assert casts == [0, 0, -1, 1, 1, -1, 2, 2, -1]  # each update once a round
+    assert_near(project(x, [layer.projection() for layer in layers]), [layer(x) for layer in layers], 1e-6)
+
+
+def test_a_graph_goes_back_after_its_copies_were_held(seed: int) -> None:
+    layers, copies = held_layers()
+    x = torch.randn(4, 8, requires_grad=True)
+    expected = gradients([layer(x) for layer in layers], x, layers, seed)
+    with copies.hold():
+        found = project(x, [layer.projection() for layer in layers])
+    assert_near(gradients(found, x, layers, seed), expected, 1e-5)
+
+
+def test_a_rehearsal_leaves_held_copies_as_they_were(seed: int) -> None:
+    layers, copies = held_layers()
+    x = torch.randn(4, 8, requires_grad=True)
+    for _ in range(2):
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, copies.hold():
+            project(mode.from_tensor(x), [layer.projection() for layer in layers])
+        with copies.hold():
+            found = project(x, [layer.projection() for layer in layers])
+            assert_near(found, [layer(x) for layer in layers], 1e-6)
+
+
+def test_copies_hold_no_layer(seed: int) -> None:
+    layers, copies = held_layers()
+    with copies.hold():
+        project(torch.randn(4, 8), [layer.projection() for layer in layers])
+    kept = [weakref.ref(layer.lora_A) for layer in layers]
+    gc.disable()
+    try:
+        layers.clear()
+        assert [one() for one in kept] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("sizes", [(64, 128), (64, 64, 128)], ids=str)
+def test_weights_in_4_bits_are_read_together(
+    seed: int, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Params4bit, "is_cuda", True, raising=False)  # the layout that a GPU's kernel takes
+    layers: list[nn.Module] = [adapted(nf4(64, size, double=True), 4) for size in sizes[:-1]]
+    layers.append(nf4(64, sizes[-1], double=True))
+    members = [projection(layer) for layer in layers]
+    assert [piece.columns for piece in Group.of(tuple(members)).pieces] == [slice(0, sum(sizes))]
+    x = torch.randn(5, 64, requires_grad=True)
+
+    def check() -> None:
+        weights = [dequantized(one.weight, torch.float32) for one in members]
+        assert torch.equal(Group.of(tuple(members)).pieces[0].reader.dense(torch.float32), torch.cat(weights))
+        found = project(x, members)
+        expected = []
+        for weight, layer in zip(weights, layers, strict=True):
+            low = layer.scale * (x @ layer.lora_A.T) @ layer.lora_B.T if isinstance(layer, LoraLinear) else 0.0
+            expected.append(x @ weight.T + low)
+        assert_near(found, expected, 1e-6)
+        assert_near(gradients(found, x, layers, seed), gradients(expected, x, layers, seed), 1e-5)
+
+    check()
+    weight: Any = members[1].weight
+    weight.quant_state.absmax = weight.quant_state.absmax.flip(0).contiguous()
+    check()
+    weight.data = weight.data.flip(0).contiguous()
+    check()
+
+
+def test_weights_that_are_too_large_scaled_or_ragged_are_read_apart(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pieces(*layers: nn.Module) -> list[int]:
+        group = Group.of(tuple([projection(layer) for layer in layers]))
+        return [piece.columns.stop - piece.columns.start for piece in group.pieces]
+
+    plain = [nf4(64, 64, double=True) for _ in range(4)]
+    assert pieces(*plain) == [64, 64, 64, 64]  # not on a GPU
+    monkeypatch.setattr(Params4bit, "is_cuda", True, raising=False)
+    assert pieces(*plain) == [192, 64]
+    assert pieces(plain[0], nf4(64, 63, double=True), plain[1], plain[2]) == [64, 63, 128]
+    assert pieces(plain[0], nf4(64, 64, double=False), frozen(64, 64)) == [64, 64, 64]
+    assert pieces(adapted(nf4(64, 64, double=True), 2, variant="dora"), *plain[:2]) == [64, 128]
+    monkeypatch.setattr("peftkit.methods.frozen.JOINED_BYTES", 2 * 2 * 64 * 64)
+    assert pieces(*plain) == [128, 128]

@@ -77,6 +77,43 @@ def test_rotation_and_its_gradient(seed: int, assert_near: Near, dtype: torch.dt
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rotation_of_queries_keys_and_values_side_by_side(
+    seed: int, assert_near: Near, dtype: torch.dtype, overwrite: bool
+) -> None:
+    qkv, (cos, sin) = leaf(2, 5, 8 * 8, dtype=dtype), torch.randn(2, 10, 8)
+    wide = twin(qkv)
+    q, k, v = wide.view(10, 8, 8).split((4, 2, 2), 1)
+    exact = (turned(q, cos.double(), sin.double()), turned(k, cos.double(), sin.double()), v)
+    before = qkv.detach().clone()
+    given = qkv * 1
+    ours = ops.rotate_joined_grad(given, cos, sin, 2, overwrite=overwrite)
+    assert [x.shape for x in ours] == [(2, heads, 5, 8) for heads in (4, 2, 2)]
+    assert torch.equal(given.detach(), before) is not overwrite
+    assert (ours[2].data_ptr() - given.data_ptr() == 6 * 8 * given.element_size()) is overwrite
+    directions = [torch.randn(x.shape, dtype=torch.float64).to(dtype) for x in ours]
+    found = torch.autograd.grad(ours, qkv, directions)[0]
+    apart = [x.view(2, 5, -1, 8).transpose(1, 2) for x in exact]
+    for out, ref in zip(ours, apart, strict=True):
+        assert_near(out, ref.detach(), BOUND[dtype])
+    assert_near(found, torch.autograd.grad(apart, wide, [d.double() for d in directions])[0], BOUND[dtype])
+    assert found.is_contiguous()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATE)
+@pytest.mark.parametrize("shape", [(5, 66), (2, 3, 66)], ids=str)
+def test_gate_and_up_side_by_side(
+    seed: int, assert_near: Near, shape: tuple[int, ...], activation: str, overwrite: bool
+) -> None:
+    both = leaf(*shape, dtype=torch.float32)
+    wide = twin(both)
+    exact = ACTIVATE[activation](wide[..., :33]) * wide[..., 33:]
+    ours = ops.gated_joined_grad(both * 1, activation, overwrite=overwrite)
+    compare(assert_near, (ours,), (exact,), [(both, wide)])
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATE)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gate_and_its_gradient(
@@ -96,6 +133,11 @@ def test_overwritten_inputs_are_not_read_again(seed: int) -> None:
     torch.autograd.grad(h.sum(), gate, retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(h.sum(), gate)
+    both = leaf(3, 8)
+    h = ops.gated_joined_grad(both * 1, "silu", overwrite=True)
+    torch.autograd.grad(h.sum(), both, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(h.sum(), both)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -122,7 +164,9 @@ def test_gradients_agree_with_finite_differences(seed: int) -> None:
     weight, cos, sin = (torch.randn(shape, dtype=torch.float64) for shape in ((6,), (3, 6), (3, 6)))
     assert gradcheck(lambda x: ops.rms_norm_grad(x, weight, 1e-5), (leaf(3, 6),))
     assert gradcheck(lambda q, k: ops.rotate_grad(q, k, cos, sin), (leaf(3, 2, 6), leaf(3, 1, 6)))
+    assert gradcheck(lambda qkv: ops.rotate_joined_grad(qkv, cos, sin, 1), (leaf(1, 3, 24),))
     for activation in ACTIVATE:
+        assert gradcheck(lambda both, name=activation: ops.gated_joined_grad(both, name), (leaf(3, 8),))
         assert gradcheck(lambda g, u, name=activation: ops.gated_grad(g, u, name), (leaf(3, 4), leaf(3, 4)))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import peftkit_kernels as ops
+from peftkit_kernels import training_steps
 
 pytest.importorskip("triton", reason="Triton is made for Linux only, where the tests always have it")
 
@@ -67,6 +68,24 @@ def check_rotation(module: ModuleType, near: Near, q: Tensor, k: Tensor, cos: Te
         near(out, ref, BOUND[q.dtype])
 
 
+def check_rotation_in_place(
+    module: ModuleType, near: Near, qkv: Tensor, num_k: int, cos: Tensor, sin: Tensor, dqkv: tuple[Tensor, ...]
+) -> None:
+    """qkv (N, Q + 2 K, D), of whose memory the rotation takes no other; gradients from anywhere."""
+    sizes = (qkv.shape[1] - 2 * num_k, num_k, num_k)
+    before = [x.clone() for x in qkv.split(sizes, 1)]
+    q, k, v = qkv.split(sizes, 1)
+    assert module.rotate_(q, k, cos, sin) is None
+    assert torch.equal(v, before[2])
+    fresh = module.rotate(before[0], before[1], cos, sin)
+    assert torch.equal(q, fresh[0]) and torch.equal(k, fresh[1])
+    back = module.rotate_back(*dqkv, cos, sin)
+    assert back.shape == qkv.shape and back.is_contiguous()
+    wanted = module.rotate(dqkv[0], dqkv[1], cos, sin, True)
+    for out, ref in zip(back.split(sizes, 1), (*wanted, dqkv[2]), strict=True):
+        assert torch.equal(out, ref)
+
+
 def check_gate(module: ModuleType, near: Near, dh: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
     bound = BOUND[gate.dtype]
     exact_gate, exact_up = wide(gate), wide(up)
@@ -114,6 +133,47 @@ def test_rotation(
     check_rotation(interpreter("training_rope"), assert_near, packed[:, :num_q], packed[:, num_q:], cos, sin)
     swapped = packed.transpose(0, 1).contiguous().transpose(0, 1)  # as attention hands out its gradients
     check_rotation(interpreter("training_rope"), assert_near, swapped[:, :num_q], swapped[:, num_q:], cos, sin.float())
+
+
+@pytest.mark.parametrize("dtype", SMALL, ids=str)
+@pytest.mark.parametrize("heads", [(1, 1, 2), (4, 1, 8), (9, 3, 12)], ids=str)
+def test_rotation_in_place_and_back_side_by_side(
+    seed: int, assert_near: Near, interpreter: Interpreter, heads: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    num_q, num_k, size = heads
+    qkv, (cos, sin) = torch.randn(5, num_q + 2 * num_k, size).to(dtype), torch.randn(2, 5, size).to(dtype)
+    dqkv = tuple(torch.randn(count, 5, size).to(dtype).transpose(0, 1) for count in (num_q, num_k, num_k))
+    check_rotation_in_place(interpreter("training_rope"), assert_near, qkv, num_k, cos, sin, dqkv)
+
+
+def matrices(rows: tuple[int, ...], columns: int, device: str) -> tuple[tuple[Tensor, ...], ...]:
+    """Random codes and scales of matrices in NF4."""
+    sizes = [count * columns for count in rows]
+    codes = tuple(torch.randint(256, (size // 2,), dtype=torch.uint8, device=device) for size in sizes)
+    absmaxes = tuple(torch.randint(256, (size // 64,), dtype=torch.uint8, device=device) for size in sizes)
+    tables = tuple(torch.randn(256, device=device) for _ in sizes)
+    scales = tuple(torch.rand(-(-size // (64 * 256)), device=device) for size in sizes)
+    return codes, absmaxes, tables, scales, tuple(torch.randn((), device=device) for _ in sizes)
+
+
+@pytest.mark.parametrize("dtype", SMALL, ids=str)
+@pytest.mark.parametrize("rows", [(128, 64), (64, 128, 192)], ids=str)
+def test_matrices_dequantised_together(
+    seed: int, interpreter: Interpreter, rows: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    quantised = matrices(rows, 64, "cpu")
+    wanted = training_steps.nf4_dequantize_joined(*quantised, rows, 64, dtype)
+    found = interpreter("training_weights").nf4_dequantize_joined(*quantised, rows, 64, dtype)
+    assert found.shape == (sum(rows), 64) and torch.equal(found, wanted)
+    begins_anywhere = tuple(torch.cat([code[:1], code])[1:] for code in quantised[0])
+    again = interpreter("training_weights").nf4_dequantize_joined(begins_anywhere, *quantised[1:], rows, 64, dtype)
+    assert torch.equal(again, wanted)
+
+
+def test_matrices_that_are_not_dequantised_together_are_refused() -> None:
+    for rows, columns, message in (((64,), 64, "2 or 3 matrices"), ((64, 32), 64, "32 × 64: a multiple of 4096")):
+        with pytest.raises(ValueError, match=message):
+            ops.nf4_dequantize_joined(*matrices(rows, columns, "cpu"), rows, columns, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", SMALL, ids=str)
@@ -188,6 +248,23 @@ def test_rotation_at_full_size(seed: int, assert_near: Near, dtype: torch.dtype)
     for rows, num_q, num_k, size in ((8192, 32, 8, 128), (1, 12, 2, 128), (4097, 9, 3, 64), (70001, 2, 1, 128)):
         packed, (cos, sin) = random(dtype, rows, num_q + num_k, size), random(torch.float32, 2, rows, size)
         check_rotation(training_rope, assert_near, packed[:, :num_q], packed[:, num_q:], cos.to(dtype), sin)
+        qkv = random(dtype, rows, num_q + 2 * num_k, size)
+        dqkv = tuple(random(dtype, count, rows, size).transpose(0, 1) for count in (num_q, num_k, num_k))
+        check_rotation_in_place(training_rope, assert_near, qkv, num_k, cos.to(dtype), sin, dqkv)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "columns"), [((4096, 1024, 1024), 4096), ((14336, 14336), 4096), ((1536, 256, 256), 1536)], ids=str
+)
+def test_matrices_dequantised_together_at_full_size(
+    seed: int, rows: tuple[int, ...], columns: int, dtype: torch.dtype
+) -> None:
+    quantised = matrices(rows, columns, "cuda")
+    found = ops.nf4_dequantize_joined(*quantised, rows, columns, dtype)
+    apart = [ops.nf4_dequantize(*one, (count, columns), dtype) for *one, count in zip(*quantised, rows, strict=True)]
+    assert torch.equal(found, torch.cat(apart))
 
 
 @pytest.mark.gpu
