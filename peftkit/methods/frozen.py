@@ -88,16 +88,21 @@ class JoinedReader:
         """The rows of all weights in `dtype`."""
         states = tuple([weight.quant_state for weight in self.weights])  # type: ignore[attr-defined]
         places = [_places(weight, state) for weight, state in zip(self.weights, states, strict=True)]
-        arguments: Any = self._arguments
+        arguments = self._arguments
         if arguments is None or states != self._states or places != self._places:
             if not can_join(self.weights):
                 return torch.cat([dequantized(weight, dtype) for weight in self.weights])
-            each = [_arguments(weight, state) for weight, state in zip(self.weights, states, strict=True)]
-            *tables, shapes = zip(*each, strict=True)
-            arguments = (*tables, tuple([rows for rows, _ in shapes]), shapes[0][1])
+            arguments = _joined(self.weights, states)
             if type(arguments[0][0]) is Tensor:  # not those of a rehearsal, which have no data
                 self._arguments, self._states, self._places = arguments, states, places
-        return _nf4_dequantize_joined(*arguments, dtype)
+        return _nf4_dequantize_joined(*arguments, dtype=dtype)
+
+
+def _joined(weights: Sequence[Tensor], states: Sequence[Any]) -> Any:
+    """The arguments of `nf4_dequantize_joined` but for the dtype."""
+    each = [_arguments(weight, state) for weight, state in zip(weights, states, strict=True)]
+    *tables, shapes = zip(*each, strict=True)
+    return *tables, tuple([rows for rows, _ in shapes]), shapes[0][1]
 
 
 def can_join(weights: Sequence[Tensor]) -> bool:

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peftkit_kernels.triton.again import Again
 from peftkit_kernels.triton.compile import Specimen
 
 _BLOCK, _NUM_WARPS = 1024, 4  # columns a program, 8 a thread: one 16-byte load of each tensor
@@ -18,10 +19,8 @@ def gated(gate_NF: Tensor, up_NF: Tensor, activation: str) -> Tensor:
     h_NF = torch.empty(gate_NF.shape, dtype=gate_NF.dtype, device=gate_NF.device)
     gate, up = _rows(gate_NF), _rows(up_NF)
     if h_NF.numel():
-        _gated_forward[_grid(gate)](
-            gate, up, h_NF, gate.stride(0), up.stride(0), WIDTH=gate.shape[1], BLOCK=_BLOCK, ACTIVATION=activation,
-            num_warps=_NUM_WARPS,
-        )  # fmt: skip
+        constants = (gate.shape[1], _BLOCK, activation)
+        _forward(_programs(gate), (gate, up, h_NF), (), (gate.stride(0), up.stride(0)), constants, _NUM_WARPS)
     return h_NF
 
 
@@ -38,12 +37,11 @@ def gated_backward_(dh_NF: Tensor, gate_NF: Tensor, up_NF: Tensor, activation: s
 
 
 def _backward(dh_NF: Tensor, gate_NF: Tensor, up_NF: Tensor, dgate_NF: Tensor, dup_NF: Tensor, activation: str) -> None:
-    dh, gate, up, dgate, dup = (_rows(x) for x in (dh_NF, gate_NF, up_NF, dgate_NF, dup_NF))
-    if dh.numel():
-        _gated_backward[_grid(gate)](
-            dh, gate, up, dgate, dup, *(x.stride(0) for x in (dh, gate, up, dgate, dup)),
-            WIDTH=gate.shape[1], BLOCK=_BLOCK, ACTIVATION=activation, num_warps=_NUM_WARPS,
-        )  # fmt: skip
+    tensors = [_rows(x) for x in (dh_NF, gate_NF, up_NF, dgate_NF, dup_NF)]
+    gate = tensors[1]
+    if gate.numel():
+        constants = (gate.shape[1], _BLOCK, activation)
+        _again(_programs(gate), tensors, (), [x.stride(0) for x in tensors], constants, _NUM_WARPS)
 
 
 @triton.jit
@@ -76,6 +74,9 @@ def _gated_backward(
     tl.store(dup + row * dup_stride + column, (grad * x * share).to(dup.dtype.element_ty), mask=mask)
 
 
+_forward, _again = Again(_gated_forward), Again(_gated_backward)
+
+
 @triton.jit
 def _activate(x, ACTIVATION: tl.constexpr):
     """The share of x that the activation lets through, and the activation's slope."""
@@ -105,9 +106,9 @@ def specimens() -> Iterator[Specimen]:
                 yield Specimen(kernel, signature, constants, _NUM_WARPS, num_stages=1)
 
 
-def _grid(x_NF: Tensor) -> tuple[int]:
+def _programs(x_NF: Tensor) -> int:
     num_rows, width = x_NF.shape
-    return (num_rows * -(-width // _BLOCK),)
+    return num_rows * -(-width // _BLOCK)
 
 
 def _rows(x_NF: Tensor) -> Tensor:

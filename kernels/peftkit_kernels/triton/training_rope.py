@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peftkit_kernels.triton.again import Again
 from peftkit_kernels.triton.compile import Specimen
 
 _ROWS, _HEADS, _NUM_WARPS = 2, 8, 4  # of a program: a 16-byte load of each half, cosine and sine a thread
@@ -51,13 +52,11 @@ def _launch(
     num_rows, num_q, head_size = q_NQD.shape
     out_q, out_k, out_v = outs
     v = k_NKD if v_NKD is None else v_NKD
-    constants = _constants(num_q, k_NKD.shape[1], head_size, inverse, v_NKD is not None)
+    blocks, constants = _cut(num_q, k_NKD.shape[1], head_size, inverse, v_NKD is not None)
     if num_rows:
-        _rotate[(-(-num_rows // _ROWS) * constants["BLOCKS"],)](
-            q_NQD, k_NKD, v, cos_ND.contiguous(), sin_ND.contiguous(), out_q, out_k, out_v, num_rows,
-            *q_NQD.stride()[:2], *k_NKD.stride()[:2], *v.stride()[:2], *out_q.stride()[:2], *out_k.stride()[:2],
-            **constants, num_warps=_NUM_WARPS,
-        )  # fmt: skip
+        tensors = (q_NQD, k_NKD, v, cos_ND.contiguous(), sin_ND.contiguous(), out_q, out_k, out_v)
+        strides = [stride for x in (q_NQD, k_NKD, v, out_q, out_k) for stride in x.stride()[:2]]
+        _again(-(-num_rows // _ROWS) * blocks, tensors, (num_rows,), strides, constants, _NUM_WARPS)
 
 
 def _heads(x_NXD: Tensor) -> Tensor:
@@ -89,6 +88,9 @@ def _rotate(
     else:
         head -= (Q_BLOCKS + K_BLOCKS) * HEADS
         _copy(v, out_v, row, head, num_rows, v_row, v_head, out_k_row, out_k_head, NUM_K, HALF, BLOCK_E)
+
+
+_again = Again(_rotate)
 
 
 @triton.jit
@@ -161,3 +163,10 @@ def _constants(num_q: int, num_k: int, head_size: int, inverse: bool, with_value
         "HEADS": _HEADS,
         "INVERSE": inverse,
     }
+
+
+@cache
+def _cut(*sizes: Any) -> tuple[int, tuple[object, ...]]:
+    """Programs for a few rows, and constants."""
+    constants = _constants(*sizes)
+    return constants["BLOCKS"], tuple(constants.values())

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peftkit_kernels.checks import NF4_JOINED_ELEMENTS
+from peftkit_kernels.triton.again import Again
 from peftkit_kernels.triton.compile import Specimen
 from peftkit_kernels.triton.nf4_decode import scale, word_levels
 
@@ -28,24 +29,17 @@ def nf4_dequantize_joined(
     """See `peftkit_kernels.training_steps.nf4_dequantize_joined`; the bits of `nf4_dequantize`."""
     weight_OI = torch.empty((sum(rows), columns), dtype=dtype, device=codes[0].device)
     last = len(codes) - 1
-    ends = [sum(rows[: place + 1]) * columns // NF4_JOINED_ELEMENTS for place in (0, 1, last)]
-    if ends[-1]:
-        whole = [_whole_words(code_X) for code_X in codes]
-        matrices = list(zip(whole, absmaxes, absmax_codes, absmax_scales, absmax_offsets, strict=True))
-        _dequantize_joined[(ends[-1],)](
-            *matrices[0],
-            *matrices[1],
-            *matrices[last],
-            weight_OI,
-            ends[0],
-            ends[1],
-            WORDS=_WORDS,
-            COUNT=len(codes),
-            SHUFFLE=codes[0].is_cuda,
-            num_warps=_NUM_WARPS,
-            enable_fp_fusion=False,  # a scale is rounded before the offset is added
-        )
+    first, second, programs = [_programs(rows[: place + 1], columns) for place in (0, 1, last)]
+    if programs:
+        tables = ([_whole_words(code_X) for code_X in codes], absmaxes, absmax_codes, absmax_scales, absmax_offsets)
+        tensors = [table[place] for place in (0, min(1, last), last) for table in tables]
+        constants = (_WORDS, len(codes), codes[0].is_cuda)
+        _again(programs, (*tensors, weight_OI), (first, second), (), constants, _NUM_WARPS)
     return weight_OI
+
+
+def _programs(rows: tuple[int, ...], columns: int) -> int:
+    return sum(rows) * columns // NF4_JOINED_ELEMENTS
 
 
 def _whole_words(code_X: Tensor) -> Tensor:
@@ -72,6 +66,10 @@ def _dequantize_joined(
     else:
         own = program - end_1
         _part(code_2, absmax_2, absmax_code_2, absmax_scale_2, absmax_offset_2, weight, own, program, WORDS, SHUFFLE)
+
+
+# a scale is rounded before the offset is added
+_again = Again(_dequantize_joined, enable_fp_fusion=False)
 
 
 @triton.jit
