@@ -11,11 +11,13 @@ from peftkit_kernels.grouped import BOTTLENECK_INPUTS, NON_LINEARITIES
 from peftkit_kernels.reference import pack_linear
 from peftkit_kernels.segments import MAX_RANK, Segments, max_width, sort_by_slot
 from peftkit_kernels.training import (
+    add_rms_norm_grad,
     cross_entropy,
     cross_entropy_grad,
     gated_grad,
     gated_joined_grad,
     nf4_dequantize_joined,
+    rms_norm_beside_grad,
     rms_norm_grad,
     rotate_grad,
     rotate_joined_grad,
@@ -52,6 +54,8 @@ __all__ = [
     "copy_pages",
     "sample",
     "rms_norm_grad",
+    "rms_norm_beside_grad",
+    "add_rms_norm_grad",
     "rotate_grad",
     "rotate_joined_grad",
     "gated_grad",

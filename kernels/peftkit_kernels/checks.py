@@ -13,7 +13,7 @@ INT64 = (torch.int64,)
 FLOAT32 = (torch.float32,)
 UINT8 = (torch.uint8,)
 
-JOINED = (2, 3)
+JOINED = range(1, 4)
 """How many matrices are dequantised together."""
 NF4_JOINED_ELEMENTS = 4096
 """Of which each has a multiple of elements."""
@@ -182,7 +182,7 @@ def nf4_dequantize_joined(
     tables = (codes, absmaxes, absmax_codes, absmax_scales, absmax_offsets, rows)
     if {len(table) for table in tables} != {len(rows)} or len(rows) not in JOINED:
         lengths = ", ".join(str(len(table)) for table in tables)
-        raise ValueError(f"{lengths} codes, scales and rows: those of {JOINED[0]} or {JOINED[-1]} matrices are wanted")
+        raise ValueError(f"{lengths} codes, scales and rows: those of {JOINED[0]} to {JOINED[-1]} matrices are wanted")
     for code_X, absmax_B, absmax_code, absmax_scale, absmax_offset, num_rows in zip(*tables, strict=True):
         nf4_dequantize(code_X, absmax_B, absmax_code, absmax_scale, absmax_offset, (num_rows, columns), dtype)
         if num_rows * columns % NF4_JOINED_ELEMENTS:
@@ -233,9 +233,18 @@ def rms_norm_forward(x_NH: Tensor, weight_H: Tensor, eps: float) -> None:
     _tensor("weight_H", weight_H, (x_NH.shape[-1],), (x_NH.dtype,), x_NH)
 
 
-def rms_norm_backward(dy_NH: Tensor, x_NH: Tensor, weight_H: Tensor, scale_N: Tensor) -> None:
+def add_rms_norm_forward(x_NH: Tensor, residual_NH: Tensor, weight_H: Tensor, eps: float) -> None:
+    rms_norm_forward(x_NH, weight_H, eps)
+    _same("residual_NH", residual_NH, x_NH)
+
+
+def rms_norm_backward(
+    dy_NH: Tensor, x_NH: Tensor, weight_H: Tensor, scale_N: Tensor, added_NH: Tensor | None = None
+) -> None:
     rms_norm_forward(x_NH, weight_H, 0.0)
     _same("dy_NH", dy_NH, x_NH)
+    if added_NH is not None:
+        _same("added_NH", added_NH, x_NH)
     _tensor("scale_N", scale_N, tuple(x_NH.shape[:-1]), (torch.promote_types(x_NH.dtype, torch.float32),), x_NH)
 
 

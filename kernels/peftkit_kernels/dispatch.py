@@ -41,6 +41,7 @@ TRITON: Mapping[str, str] = MappingProxyType(
         "paged_attention": "triton.attention",
         "rope_write_kv": "triton.rope",
         "rms_norm_forward": "triton.training_norm",
+        "add_rms_norm_forward": "triton.training_norm",
         "rms_norm_backward": "triton.training_norm",
         "rotate": "triton.training_rope",
         "rotate_": "triton.training_rope",

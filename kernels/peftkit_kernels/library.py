@@ -86,6 +86,11 @@ _FAKES: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "sample": lambda logits_NV, *_: logits_NV.new_empty(logits_NV.shape[0], dtype=torch.int64),
         "seeded_dropout": lambda x_NI, *_: x_NI.new_empty(x_NI.shape),
         "rms_norm_forward": lambda x_NH, *_, **__: (x_NH.new_empty(x_NH.shape), _row_of(x_NH)),
+        "add_rms_norm_forward": lambda x_NH, *_, **__: (
+            x_NH.new_empty(x_NH.shape),
+            x_NH.new_empty(x_NH.shape),
+            _row_of(x_NH),
+        ),
         "rms_norm_backward": lambda dy_NH, *_, **__: dy_NH.new_empty(dy_NH.shape),
         "rotate": lambda q_NQD, k_NKD, *_, **__: (q_NQD.new_empty(q_NQD.shape), k_NKD.new_empty(k_NKD.shape)),
         "rotate_": lambda *_, **__: None,

@@ -17,6 +17,7 @@ from peftkit_kernels import checks, training_steps
 from peftkit_kernels.dispatch import dispatched, unchecked
 
 rms_norm_forward = dispatched(checks.rms_norm_forward)(training_steps.rms_norm_forward)
+add_rms_norm_forward = dispatched(checks.add_rms_norm_forward)(training_steps.add_rms_norm_forward)
 rms_norm_backward = dispatched(checks.rms_norm_backward)(training_steps.rms_norm_backward)
 rotate = dispatched(checks.rotate)(training_steps.rotate)
 rotate_ = dispatched(checks.rotate_)(training_steps.rotate_)
@@ -41,6 +42,18 @@ def rms_norm_grad(x_NH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """
     _refuse_gradient(weight_H)
     return _RmsNorm.apply(x_NH, weight_H, eps)
+
+
+def rms_norm_beside_grad(x_NH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`rms_norm_grad` of x and x itself, for what goes on beside the norm: their gradients are added in one pass."""
+    _refuse_gradient(weight_H)
+    return _RmsNormBeside.apply(x_NH, weight_H, eps)
+
+
+def add_rms_norm_grad(x_NH: Tensor, residual_NH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`rms_norm_beside_grad` of x + residual: the norm of the sum, and the sum."""
+    _refuse_gradient(weight_H)
+    return _AddRmsNorm.apply(x_NH, residual_NH, weight_H, eps)
 
 
 def rotate_grad(q_NQD: Tensor, k_NKD: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,6 +102,33 @@ class _RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_NH: Tensor) -> tuple[Tensor | None, ...]:
         return _rms_norm_backward(dy_NH, *ctx.saved_tensors), None, None
+
+
+class _RmsNormBeside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_NH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        y_NH, scale_N = rms_norm_forward(x_NH, weight_H, eps)
+        ctx.save_for_backward(x_NH, weight_H, scale_N)
+        return y_NH, x_NH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_NH: Tensor, dx_NH: Tensor) -> tuple[Tensor | None, ...]:
+        return _rms_norm_backward(dy_NH, *ctx.saved_tensors, added_NH=dx_NH), None, None
+
+
+class _AddRmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_NH: Tensor, residual_NH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        y_NH, total_NH, scale_N = add_rms_norm_forward(x_NH, residual_NH, weight_H, eps)
+        ctx.save_for_backward(total_NH, weight_H, scale_N)
+        return y_NH, total_NH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_NH: Tensor, dtotal_NH: Tensor) -> tuple[Tensor | None, ...]:
+        dx_NH = _rms_norm_backward(dy_NH, *ctx.saved_tensors, added_NH=dtotal_NH)
+        return dx_NH, dx_NH, None, None
 
 
 class _Rotate(torch.autograd.Function):

@@ -26,16 +26,27 @@ def rms_norm_forward(x_NH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor
     return (wide_NH * scale_N.unsqueeze(-1) * weight_H).to(x_NH.dtype), scale_N
 
 
-def rms_norm_backward(dy_NH: Tensor, x_NH: Tensor, weight_H: Tensor, scale_N: Tensor) -> Tensor:
+def add_rms_norm_forward(
+    x_NH: Tensor, residual_NH: Tensor, weight_H: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`rms_norm_forward` of `x + residual`, rounded to x's dtype before. Returns (y, x + residual, scale_N)."""
+    total_NH = x_NH + residual_NH
+    y_NH, scale_N = rms_norm_forward(total_NH, weight_H, eps)
+    return y_NH, total_NH, scale_N
+
+
+def rms_norm_backward(
+    dy_NH: Tensor, x_NH: Tensor, weight_H: Tensor, scale_N: Tensor, added_NH: Tensor | None = None
+) -> Tensor:
     """The gradient of RMS norm's input.
 
-    Semantics, with n = x * scale and g = dy * weight: `dx = scale * (g - n * mean(g * n))`. scale_N is
-    `rms_norm_forward`'s.
+    Semantics, with n = x * scale and g = dy * weight: `dx = scale * (g - n * mean(g * n)) + added`. scale_N is
+    `rms_norm_forward`'s, added what else reaches x.
     """
     scale_N1 = scale_N.unsqueeze(-1)
     normed_NH, weighted_NH = _wide(x_NH) * scale_N1, _wide(dy_NH) * weight_H
     dx_NH = scale_N1 * (weighted_NH - normed_NH * (weighted_NH * normed_NH).mean(-1, keepdim=True))
-    return dx_NH.to(x_NH.dtype)
+    return (dx_NH if added_NH is None else dx_NH + added_NH).to(x_NH.dtype)
 
 
 def rotate(

@@ -74,7 +74,7 @@ class Reader:
 
 
 class JoinedReader:
-    """Dequantises weights that `can_join` into one matrix, with all their rows, again and again as a `Reader` does."""
+    """Dequantises weights that `can_join`, or one, into one matrix, again and again as a `Reader` does."""
 
     __slots__ = ("_arguments", "_places", "_states", "weights")
 
@@ -112,7 +112,8 @@ def can_join(weights: Sequence[Tensor]) -> bool:
         return False
     sizes = [state.shape.numel() for state in states if state is not None]
     whole = all([size % NF4_JOINED_ELEMENTS == 0 for size in sizes])
-    return whole and 2 * sum(sizes) <= JOINED_BYTES and all([weight.is_cuda for weight in weights])
+    fits = len(weights) == 1 or 2 * sum(sizes) <= JOINED_BYTES
+    return whole and fits and all([weight.is_cuda for weight in weights])
 
 
 def _arguments(weight: Tensor, state: Any) -> _Arguments:

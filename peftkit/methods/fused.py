@@ -1,6 +1,7 @@
-"""Forwards for training of the attention, feed-forward and norm modules of known decoders.
+"""Forwards for training of the layers of known decoders, and of their attention, feed-forward and norm modules.
 
-    norm            rms_norm_grad                                                  one pass
+    layer           norms with the residuals that are added before them and go on beside them, one pass each way
+    norm            rms_norm_grad, one pass
     attention       q, k, v in one step of autograd and one tensor (`lora_linear.py`), rotated in one pass in place, the
                     attention function that the model is set to, o
     feed-forward    gate, up in one step and one tensor, activation(gate) * up in one pass whose backward writes over
@@ -20,19 +21,30 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from peftkit.methods.bottleneck import Bottleneck
 from peftkit.methods.lora_group import Copies, Projection
 from peftkit.methods.lora_layers import Adapted, LoraLinear
 from peftkit.methods.lora_linear import fits, frozen_projection, has_hooks, project, project_joined, why_not
-from peftkit_kernels import gated_grad, gated_joined_grad, rms_norm_grad, rotate_grad, rotate_joined_grad
+from peftkit_kernels import (
+    add_rms_norm_grad,
+    gated_grad,
+    gated_joined_grad,
+    rms_norm_beside_grad,
+    rms_norm_grad,
+    rotate_grad,
+    rotate_joined_grad,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +60,10 @@ _ACTIVATIONS = {
 """A config's `hidden_act` → the activation of `gated_grad`."""
 
 
+_COPIES, _LINEARS = "peftkit_copies", "peftkit_linears"
+"""Attributes of a model and of its fused modules."""
+
+
 def fuse(model: PreTrainedModel) -> None:
     """Gives the modules of `model` the forwards of this file, and logs which linear layers are left out, and why."""
     copies = Copies()
@@ -55,9 +71,10 @@ def fuse(model: PreTrainedModel) -> None:
         forward = _forward(module)
         if forward is not None:
             module.__dict__["forward"] = MethodType(forward, module)
+            module.__dict__[_LINEARS] = _Linears(copies)
         elif isinstance(module, LoraLinear):
             module.fused, module.copies = True, copies
-    model.__dict__["peftkit_copies"] = copies
+    model.__dict__[_COPIES] = copies
     reasons = _reasons(model)
     left = Counter(reason for reason in reasons if reason is not None)
     if left:
@@ -67,17 +84,17 @@ def fuse(model: PreTrainedModel) -> None:
 
 def unfuse(model: PreTrainedModel) -> None:
     """Gives the modules their own forwards back."""
-    model.__dict__.pop("peftkit_copies", None)
+    model.__dict__.pop(_COPIES, None)
     for module in model.modules():
         if isinstance(module, LoraLinear):
             module.fused, module.copies = False, None
         elif _is_fused(module):
-            del module.__dict__["forward"]
+            del module.__dict__["forward"], module.__dict__[_LINEARS]
 
 
 def holding(model: nn.Module) -> AbstractContextManager[None]:
     """Inside, nothing that is trained may change: passes over the model share what they make of it."""
-    copies = model.__dict__.get("peftkit_copies")
+    copies = model.__dict__.get(_COPIES)
     return nullcontext() if copies is None else copies.hold()
 
 
@@ -107,6 +124,8 @@ def _forward(module: nn.Module) -> Callable[..., Any] | None:
     kind = type(module)
     if not kind.__module__.startswith("transformers.models.") or "forward" in module.__dict__:
         return None
+    if issubclass(kind, GradientCheckpointingLayer) and kind.__call__ is not nn.Module.__call__:
+        return None  # a release in which computing again isn't part of the forward
     for end, forward in _FORWARDS.items():
         if kind.__name__ in {name + end for name in _ARCHITECTURES}:
             taken = list(inspect.signature(kind.forward).parameters)
@@ -116,6 +135,101 @@ def _forward(module: nn.Module) -> Callable[..., Any] | None:
 
 def _is_fused(module: nn.Module) -> bool:
     return getattr(module.__dict__.get("forward"), "__func__", None) in _FORWARDS.values()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Block:
+    """Linear layers of a module that share an input."""
+
+    layers: Sequence[nn.Module]
+    projections: Sequence[Projection | None]
+    """Of those that can be a step of autograd."""
+    whole: Sequence[Projection] | None
+    """The projections, if none is missing."""
+    is_owned: bool
+    """Whether nobody keeps what they give: DoRA does, and what another forward does isn't known."""
+
+    def joined(self, x: Tensor) -> Tensor | None:
+        """Their outputs side by side, if they are one step."""
+        return None if self.whole is None else project_joined(x, self.whole)
+
+    def apart(self, x: Tensor) -> list[Tensor]:
+        """Their outputs, of those that can by one step of autograd."""
+        grouped = [one for one in self.projections if one is not None]
+        outputs = iter(project(x, grouped) if grouped else ())
+        pairs = zip(self.layers, self.projections, strict=True)
+        return [layer(x) if one is None else next(outputs) for layer, one in pairs]
+
+
+class _Linears:
+    """The blocks of a module, which are looked up once while copies are held: nothing else changes meanwhile either."""
+
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies
+        self._known: dict[tuple[str, ...], tuple[int, torch.dtype, _Block]] = {}
+
+    def of(self, module: Any, names: tuple[str, ...], x: Tensor) -> _Block:
+        """The block of layers of these names for an input."""
+        held = self._copies.are_held and torch.is_grad_enabled()
+        known = self._known.get(names) if held else None
+        if known is not None and known[0] == self._copies.round and known[1] == x.dtype:
+            return known[2]
+        layers = [getattr(module, name) for name in names]
+        projections = [_projection(layer, x) for layer in layers]
+        whole = [one for one in projections if one is not None]
+        is_owned = len(whole) == len(layers) and not any([one.is_dora for one in whole])
+        block = _Block(layers, projections, whole if len(whole) == len(layers) else None, is_owned)
+        if held:
+            self._known[names] = self._copies.round, x.dtype, block
+        return block
+
+
+def _layer(
+    self: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    past_key_values: Any = None,
+    use_cache: bool | None = False,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    kwargs |= {
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
+        "past_key_values": past_key_values,
+        "use_cache": use_cache,
+        "position_embeddings": position_embeddings,
+    }
+    if past_key_values is not None or use_cache:
+        return type(self).forward(self, hidden_states, **kwargs)
+    if self.gradient_checkpointing and self.training:  # which is part of the forward that this one stands for
+        return self._gradient_checkpointing_func(partial(_blocks, self, **kwargs), hidden_states)
+    return _blocks(self, hidden_states, **kwargs)
+
+
+def _blocks(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    before, after = self.input_layernorm, self.post_attention_layernorm
+    if _is_plain(before, hidden_states):
+        normed, residual = rms_norm_beside_grad(hidden_states, before.weight, before.variance_epsilon)
+    else:
+        normed, residual = before(hidden_states), hidden_states
+    attended, _ = self.self_attn(hidden_states=normed, **kwargs)
+    if _is_plain(after, attended):
+        normed, residual = add_rms_norm_grad(attended, residual, after.weight, after.variance_epsilon)
+    else:
+        residual = residual + attended
+        normed = after(residual)
+    return residual + self.mlp(normed)
+
+
+def _is_plain(norm: Any, x: Tensor) -> bool:
+    """Whether a norm's own module does what `_norm` does, and nobody looks at its calls."""
+    forward = getattr(norm.__dict__.get("forward"), "__func__", None)
+    if forward is not _norm or has_hooks(norm):
+        return False
+    weight_H = norm._parameters["weight"]
+    return not weight_H.requires_grad and weight_H.dtype == x.dtype
 
 
 def _norm(self: Any, hidden_states: Tensor) -> Tensor:
@@ -138,16 +252,15 @@ def _attention(
             self, hidden_states, position_embeddings, attention_mask, past_key_values=past_key_values, **kwargs
         )
     B, T = hidden_states.shape[:2]
-    layers = (self.q_proj, self.k_proj, self.v_proj)
-    projections = [_projection(layer, hidden_states) for layer in layers]
     cos_ND, sin_ND = [(x if len(x) == B else x.expand(B, T, -1)).reshape(B * T, -1) for x in position_embeddings]
-    whole = None if hasattr(self, "q_norm") else _whole(projections)
-    if whole is not None:
-        qkv = project_joined(hidden_states, whole)
-        num_keys = whole[1].outputs // self.head_dim
-        heads = rotate_joined_grad(qkv, cos_ND, sin_ND, num_keys, overwrite=_owned(whole))
+    linears: _Linears = self.__dict__[_LINEARS]
+    block = linears.of(self, ("q_proj", "k_proj", "v_proj"), hidden_states)
+    qkv = None if hasattr(self, "q_norm") else block.joined(hidden_states)
+    if qkv is not None and block.whole is not None:
+        num_keys = block.whole[1].outputs // self.head_dim
+        heads = rotate_joined_grad(qkv, cos_ND, sin_ND, num_keys, overwrite=block.is_owned)
     else:
-        q, k, v = _multiplied(hidden_states, layers, projections)
+        q, k, v = block.apart(hidden_states)
         q_NQD, k_NKD = (x.reshape(B * T, -1, self.head_dim) for x in (q, k))
         if hasattr(self, "q_norm"):
             q_NQD, k_NKD = self.q_norm(q_NQD), self.k_norm(k_NKD)
@@ -165,7 +278,8 @@ def _attention(
         **_window(self),
         **kwargs,
     )
-    return _products(output.reshape(B, T, -1), self.o_proj)[0], weights
+    output = output.reshape(B, T, -1)
+    return linears.of(self, ("o_proj",), output).apart(output)[0], weights
 
 
 def _window(attention: Any) -> dict[str, int | None]:
@@ -178,43 +292,22 @@ def _window(attention: Any) -> dict[str, int | None]:
 
 
 def _feed_forward(self: Any, x: Tensor) -> Tensor:
-    layers = (self.gate_proj, self.up_proj)
-    projections = [_projection(layer, x) for layer in layers]
-    activation, whole = _ACTIVATIONS.get(self.config.hidden_act), _whole(projections)
-    if activation is not None and whole is not None:
-        h = gated_joined_grad(project_joined(x, whole), activation, overwrite=_owned(whole))
+    linears: _Linears = self.__dict__[_LINEARS]
+    block = linears.of(self, ("gate_proj", "up_proj"), x)
+    activation = _ACTIVATIONS.get(self.config.hidden_act)
+    both = None if activation is None else block.joined(x)
+    if activation is not None and both is not None:
+        h = gated_joined_grad(both, activation, overwrite=block.is_owned)
     else:
-        gate, up = _multiplied(x, layers, projections)
+        gate, up = block.apart(x)
         h = self.act_fn(gate) * up if activation is None else gated_grad(gate, up, activation)
-    return _products(h, self.down_proj)[0]
-
-
-def _whole(projections: Sequence[Projection | None]) -> list[Projection] | None:
-    """The projections, if none is missing."""
-    whole = [one for one in projections if one is not None]
-    return whole if len(whole) == len(projections) else None
-
-
-def _owned(projections: Sequence[Projection]) -> bool:
-    """Whether nobody keeps what the projections give: DoRA does."""
-    return not any([one.is_dora for one in projections])
+    return linears.of(self, ("down_proj",), h).apart(h)[0]
 
 
 _FORWARDS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {"Attention": _attention, "MLP": _feed_forward, "RMSNorm": _norm}
+    {"DecoderLayer": _layer, "Attention": _attention, "MLP": _feed_forward, "RMSNorm": _norm}
 )
 """End of a class's name → the forward in the place of its own."""
-
-
-def _products(x: Tensor, *layers: nn.Module) -> list[Tensor]:
-    """The outputs of layers on x, of those that can by one step of autograd."""
-    return _multiplied(x, layers, [_projection(layer, x) for layer in layers])
-
-
-def _multiplied(x: Tensor, layers: Sequence[nn.Module], projections: Sequence[Projection | None]) -> list[Tensor]:
-    grouped = [one for one in projections if one is not None]
-    outputs = iter(project(x, grouped) if grouped else ())
-    return [layer(x) if one is None else next(outputs) for layer, one in zip(layers, projections, strict=True)]
 
 
 def _projection(layer: nn.Module, x: Tensor) -> Projection | None:

@@ -318,6 +318,7 @@ def _pieces(projections: Sequence[Projection]) -> Iterator[Piece]:
             last += 1
         members = projections[first:last]
         columns = slice(column, column + sum([one.outputs for one in members]))
-        reader = members[0].reader if len(members) == 1 else JoinedReader([one.weight for one in members])
+        weights = [one.weight for one in members]
+        reader = JoinedReader(weights) if can_join(weights) else members[0].reader
         yield Piece(columns, reader, first)
         first, column = last, columns.stop

@@ -168,7 +168,7 @@ def test_what_is_declared_of_an_operation_is_true(name: str, seed: int) -> None:
 
 
 def test_every_public_operation_is_one_of_torchs() -> None:
-    joined = {"rotate_joined_grad", "gated_joined_grad"}
+    joined = {"rotate_joined_grad", "gated_joined_grad", "rms_norm_beside_grad", "add_rms_norm_grad"}
     with_gradients = {"rms_norm_grad", "rotate_grad", "gated_grad", *joined}  # their steps are torch's
     helpers = with_gradients | {
         "compiled_together",

@@ -68,6 +68,19 @@ def test_norm_and_its_gradient(seed: int, assert_near: Near, shape: tuple[int, .
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 3), (5, 33), (2, 3, 16)], ids=str)
+def test_norm_beside_a_residual(seed: int, assert_near: Near, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, residual, weight = leaf(*shape, dtype=dtype), leaf(*shape, dtype=dtype), torch.randn(shape[-1]).to(dtype)
+    wide_x, wide_residual = twin(x), twin(residual)
+    exact = (norm(wide_x, weight.double()), wide_x)
+    compare(assert_near, ops.rms_norm_beside_grad(x, weight, 1e-5), exact, [(x, wide_x)])
+    total = wide_x + wide_residual
+    exact = (norm(total, weight.double()), total)
+    pairs = [(x, wide_x), (residual, wide_residual)]
+    compare(assert_near, ops.add_rms_norm_grad(x, residual, weight, 1e-5), exact, pairs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rotation_and_its_gradient(seed: int, assert_near: Near, dtype: torch.dtype) -> None:
     q, k = leaf(5, 4, 8, dtype=dtype), leaf(5, 2, 8, dtype=dtype)
     cos, sin = torch.randn(2, 5, 8)  # halves that differ: no symmetry hides a wrong one
@@ -163,6 +176,8 @@ def test_cross_entropy_leaves_its_gradient_in_the_logits(
 def test_gradients_agree_with_finite_differences(seed: int) -> None:
     weight, cos, sin = (torch.randn(shape, dtype=torch.float64) for shape in ((6,), (3, 6), (3, 6)))
     assert gradcheck(lambda x: ops.rms_norm_grad(x, weight, 1e-5), (leaf(3, 6),))
+    assert gradcheck(lambda x: ops.rms_norm_beside_grad(x, weight, 1e-5), (leaf(3, 6),))
+    assert gradcheck(lambda x, y: ops.add_rms_norm_grad(x, y, weight, 1e-5), (leaf(3, 6), leaf(3, 6)))
     assert gradcheck(lambda q, k: ops.rotate_grad(q, k, cos, sin), (leaf(3, 2, 6), leaf(3, 1, 6)))
     assert gradcheck(lambda qkv: ops.rotate_joined_grad(qkv, cos, sin, 1), (leaf(1, 3, 24),))
     for activation in ACTIVATE:

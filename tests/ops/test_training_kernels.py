@@ -52,6 +52,12 @@ def check_norm(module: ModuleType, near: Near, x: Tensor, dy: Tensor, weight: Te
     near(scale, (exact_x.detach().pow(2).mean(-1) + 1e-5).rsqrt(), 1e-5)
     assert y.dtype == x.dtype and scale.dtype == torch.float32
     (wanted,) = gradients(exact_y, dy, exact_x)
+    near(module.rms_norm_backward(dy, x, weight, scale, dy), wanted + dy, bound)
+    total = (x + dy).to(x.dtype)
+    found = module.add_rms_norm_forward(x, dy, weight, 1e-5)
+    near(found[0], norm(total.double(), by), bound)
+    assert torch.equal(found[1], total)
+    near(found[2], (total.double().pow(2).mean(-1) + 1e-5).rsqrt(), 1e-5)
     dx = module.rms_norm_backward(dy, x, weight, scale)
     near(dx, wanted, bound)
     assert torch.equal(dx, module.rms_norm_backward(dy, x, weight, scale)), "the same batch, the same bits"
@@ -119,7 +125,10 @@ def test_norm(
     seed: int, assert_near: Near, interpreter: Interpreter, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     x, dy = torch.randn(2, *shape).to(dtype)
-    check_norm(interpreter("training_norm"), assert_near, x * 3, dy, torch.randn(shape[-1]).to(dtype))
+    weight = torch.randn(shape[-1]).to(dtype)
+    check_norm(interpreter("training_norm"), assert_near, x * 3, dy, weight)
+    heads = torch.randn(3, 5, shape[-1]).to(dtype)[:, 1:3]  # parts of wider rows
+    check_norm(interpreter("training_norm"), assert_near, heads, torch.randn(heads.shape).to(dtype), weight)
 
 
 @pytest.mark.parametrize("dtype", SMALL, ids=str)
@@ -157,7 +166,7 @@ def matrices(rows: tuple[int, ...], columns: int, device: str) -> tuple[tuple[Te
 
 
 @pytest.mark.parametrize("dtype", SMALL, ids=str)
-@pytest.mark.parametrize("rows", [(128, 64), (64, 128, 192)], ids=str)
+@pytest.mark.parametrize("rows", [(128,), (128, 64), (64, 128, 192)], ids=str)
 def test_matrices_dequantised_together(
     seed: int, interpreter: Interpreter, rows: tuple[int, ...], dtype: torch.dtype
 ) -> None:
@@ -171,7 +180,7 @@ def test_matrices_dequantised_together(
 
 
 def test_matrices_that_are_not_dequantised_together_are_refused() -> None:
-    for rows, columns, message in (((64,), 64, "2 or 3 matrices"), ((64, 32), 64, "32 × 64: a multiple of 4096")):
+    for rows, columns, message in (((64,) * 4, 64, "1 to 3 matrices"), ((64, 32), 64, "32 × 64: a multiple of 4096")):
         with pytest.raises(ValueError, match=message):
             ops.nf4_dequantize_joined(*matrices(rows, columns, "cpu"), rows, columns, torch.float32)
 
@@ -238,6 +247,8 @@ def test_norm_at_full_size(seed: int, assert_near: Near, dtype: torch.dtype) -> 
     for shape in ((1, 4096), (8192, 4096), (1001, 1536), (2, 37, 896), (3, 16384), (8192, 32, 128), (5, 8, 64)):
         x, dy = random(dtype, 2, *shape)
         check_norm(training_norm, assert_near, x, dy, random(dtype, shape[-1]))
+    heads = random(dtype, 8192, 48, 128)[:, 32:40]
+    check_norm(training_norm, assert_near, heads, random(dtype, *heads.shape), random(dtype, 128))
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from torch import Tensor
 from peftkit_kernels.triton.again import Again
 from peftkit_kernels.triton.compile import Specimen
 
-_FORWARD, _BACKWARD = 32, 16  # values of a row a thread: eight 16-byte loads in flight, over one or two tensors
+_FORWARD, _BACKWARD = 32, 16  # values of a row a thread: eight 16-byte loads in flight, over one tensor or several
 
 
 def rms_norm_forward(x_NH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -22,25 +22,45 @@ def rms_norm_forward(x_NH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor
     scale_N = torch.empty(x_NH.shape[:-1], dtype=torch.float32, device=x_NH.device)
     x_NH, outer, heads = _rows(x_NH)
     if num_rows := scale_N.numel():
-        programs, constants, num_warps = _launch(num_rows, x_NH.shape[-1], heads, _FORWARD)
-        _forward(programs, (x_NH, weight_H, y_NH, scale_N), (num_rows, eps), (outer,), constants, num_warps)
+        programs, constants, num_warps = _cut(num_rows, x_NH.shape[-1], heads, False, _FORWARD)
+        tensors = (x_NH, x_NH, weight_H, y_NH, y_NH, scale_N)
+        _forward(programs, tensors, (num_rows, eps), (outer,), constants, num_warps)
     return y_NH, scale_N
 
 
-def rms_norm_backward(dy_NH: Tensor, x_NH: Tensor, weight_H: Tensor, scale_N: Tensor) -> Tensor:
+def add_rms_norm_forward(
+    x_NH: Tensor, residual_NH: Tensor, weight_H: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `peftkit_kernels.training_steps.add_rms_norm_forward`."""
+    x_NH, residual_NH = x_NH.contiguous(), residual_NH.contiguous()
+    y_NH, total_NH = torch.empty_like(x_NH), torch.empty_like(x_NH)
+    scale_N = torch.empty(x_NH.shape[:-1], dtype=torch.float32, device=x_NH.device)
+    if num_rows := scale_N.numel():
+        width = x_NH.shape[-1]
+        programs, constants, num_warps = _cut(num_rows, width, 1, True, _BACKWARD)  # over two tensors too
+        tensors = (x_NH, residual_NH, weight_H, total_NH, y_NH, scale_N)
+        _forward(programs, tensors, (num_rows, eps), (width,), constants, num_warps)
+    return y_NH, total_NH, scale_N
+
+
+def rms_norm_backward(
+    dy_NH: Tensor, x_NH: Tensor, weight_H: Tensor, scale_N: Tensor, added_NH: Tensor | None = None
+) -> Tensor:
     """See `peftkit_kernels.training_steps.rms_norm_backward`."""
     dx_NH = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
     dy_NH, (x_NH, outer, heads) = dy_NH.contiguous(), _rows(x_NH)
     if num_rows := scale_N.numel():
-        programs, constants, num_warps = _launch(num_rows, x_NH.shape[-1], heads, _BACKWARD)
-        _backward(programs, (dy_NH, x_NH, weight_H, scale_N, dx_NH), (num_rows,), (outer,), constants, num_warps)
+        adds = added_NH is not None
+        programs, constants, num_warps = _cut(num_rows, x_NH.shape[-1], heads, adds, _BACKWARD)
+        tensors = (dy_NH, x_NH, weight_H, scale_N, dy_NH if added_NH is None else added_NH.contiguous(), dx_NH)
+        _backward(programs, tensors, (num_rows,), (outer,), constants, num_warps)
     return dx_NH
 
 
 @triton.jit(do_not_specialize=["num_rows", "eps"])
 def _rms_norm_forward(
-    x, weight, y, scale, num_rows, eps, x_outer,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
+    x, residual, weight, total, y, scale, num_rows, eps, x_outer,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -49,6 +69,11 @@ def _rms_norm_forward(
     at = row * WIDTH + column
     at_x = row // HEADS * x_outer + row % HEADS * WIDTH + column
     value = tl.load(x + at_x, mask=mask, other=0.0).to(tl.float32)
+    if ADDS:
+        value += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + at, rounded, mask=mask)
+        value = rounded.to(tl.float32)
     by = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / WIDTH + eps)
     tl.store(scale + row, inverse, mask=live)
@@ -57,8 +82,8 @@ def _rms_norm_forward(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_backward(
-    dy, x, weight, scale, dx, num_rows, x_outer,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
+    dy, x, weight, scale, added, dx, num_rows, x_outer,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -72,6 +97,8 @@ def _rms_norm_backward(
     weighted = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32) * by
     shared = tl.sum(weighted * normed, axis=1, keep_dims=True) / WIDTH
     result = inverse * (weighted - normed * shared)
+    if ADDS:
+        result += tl.load(added + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(dx + at, result.to(dx.dtype.element_ty), mask=mask)
 
 
@@ -82,13 +109,16 @@ def specimens() -> Iterator[Specimen]:
     """Hidden 4096 and 1536, and heads of 128, side by side and as parts of wider rows."""
     for dtype in ("*bf16", "*fp16"):
         for width, heads in ((4096, 1), (1536, 1), (128, 1), (128, 16)):
-            yield _specimen(_rms_norm_forward, dtype, width, heads, _FORWARD)
-            yield _specimen(_rms_norm_backward, dtype, width, heads, _BACKWARD)
+            yield _specimen(_rms_norm_forward, dtype, width, heads, False, _FORWARD)
+            yield _specimen(_rms_norm_backward, dtype, width, heads, False, _BACKWARD)
+        for width in (4096, 1536):
+            yield _specimen(_rms_norm_forward, dtype, width, 1, True, _BACKWARD)
+            yield _specimen(_rms_norm_backward, dtype, width, 1, True, _BACKWARD)
 
 
-def _specimen(kernel: Any, dtype: str, width: int, heads: int, values: int) -> Specimen:
+def _specimen(kernel: Any, dtype: str, width: int, heads: int, adds: bool, values: int) -> Specimen:
     block, rows, num_warps = _config(width, values)
-    constants = {"WIDTH": width, "BLOCK": block, "ROWS": rows, "HEADS": heads}
+    constants = {"WIDTH": width, "BLOCK": block, "ROWS": rows, "HEADS": heads, "ADDS": adds}
     types = {"scale": "*fp32", "num_rows": "i32", "eps": "fp32", "x_outer": "i32:16"}
     types |= dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, dtype) for name in kernel.arg_names}
@@ -103,10 +133,10 @@ def _config(width: int, values: int) -> tuple[int, int, int]:
     return block, rows, min(32, max(1, block * rows // (32 * values)))
 
 
-def _launch(num_rows: int, width: int, heads: int, values: int) -> tuple[int, tuple[object, ...], int]:
+def _cut(num_rows: int, width: int, heads: int, adds: bool, values: int) -> tuple[int, tuple[object, ...], int]:
     """Programs, constants and warps."""
     block, rows, num_warps = _config(width, values)
-    return -(-num_rows // rows), (width, block, rows, heads), num_warps
+    return -(-num_rows // rows), (width, block, rows, heads, adds), num_warps
 
 
 def _rows(x_NH: Tensor) -> tuple[Tensor, int, int]:
