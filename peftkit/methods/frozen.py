@@ -76,26 +76,38 @@ class Reader:
 class JoinedReader:
     """Dequantises weights that `can_join`, or one, into one matrix, again and again as a `Reader` does."""
 
-    __slots__ = ("_arguments", "_places", "_states", "weights")
+    __slots__ = ("_arguments", "_seen", "weights")
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self.weights = tuple(weights)
         self._arguments: Any = None
-        self._states: tuple[Any, ...] = ()
-        self._places: list[tuple[int, ...]] = []
+        self._seen: list[tuple[Any, int, Tensor, Tensor, Tensor]] = []
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The rows of all weights in `dtype`."""
-        states = tuple([weight.quant_state for weight in self.weights])  # type: ignore[attr-defined]
-        places = [_places(weight, state) for weight, state in zip(self.weights, states, strict=True)]
-        arguments = self._arguments
-        if arguments is None or states != self._states or places != self._places:
-            if not can_join(self.weights):
-                return torch.cat([dequantized(weight, dtype) for weight in self.weights])
-            arguments = _joined(self.weights, states)
-            if type(arguments[0][0]) is Tensor:  # not those of a rehearsal, which have no data
-                self._arguments, self._states, self._places = arguments, states, places
+        if self._arguments is not None and self._are_as_seen():
+            return _nf4_dequantize_joined(*self._arguments, dtype=dtype)
+        self._arguments = None
+        if not can_join(self.weights):
+            return torch.cat([dequantized(weight, dtype) for weight in self.weights])
+        states: list[Any] = [weight.quant_state for weight in self.weights]  # type: ignore[attr-defined]
+        arguments = _joined(self.weights, states)
+        if type(arguments[0][0]) is Tensor:  # not those of a rehearsal, which have no data
+            self._arguments = arguments
+            self._seen = [
+                (state, weight.data_ptr(), state.absmax, state.offset, state.state2.absmax)
+                for weight, state in zip(self.weights, states, strict=True)
+            ]
         return _nf4_dequantize_joined(*arguments, dtype=dtype)
+
+    def _are_as_seen(self) -> bool:
+        """Whether each weight has the same state in the same places."""
+        for weight, (state, place, absmax, offset, nested) in zip(self.weights, self._seen, strict=True):
+            if weight.data_ptr() != place or weight.quant_state is not state:  # type: ignore[attr-defined]
+                return False
+            if state.absmax is not absmax or state.offset is not offset or state.state2.absmax is not nested:
+                return False
+        return True
 
 
 def _joined(weights: Sequence[Tensor], states: Sequence[Any]) -> Any:

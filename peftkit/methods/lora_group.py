@@ -24,6 +24,23 @@ SMALLEST_NORM = 1e-18
 """What a row of zeros is taken to have, as that of a padding token: DoRA divides by it."""
 
 
+@dataclass(slots=True)
+class _Pairs:
+    """Tensors, and what is copied into each."""
+
+    to: list[Tensor] = field(default_factory=list[Tensor])
+    sources: list[Tensor] = field(default_factory=list[Tensor])
+
+    def add(self, other: "_Pairs") -> None:
+        self.to += other.to
+        self.sources += other.sources
+
+    def copy(self) -> None:
+        """One launch, or some, of tensors without gaps; else one each, without Python in between."""
+        if self.to:
+            torch._foreach_copy_(self.to, self.sources)
+
+
 class Copies:
     """Says when the updates of a model stay as they are, so that one copy of A and B serves all passes."""
 
@@ -47,7 +64,7 @@ class Copies:
             if active_fake_mode() is not None:  # a rehearsal's copies have no data
                 apart = [(group, group.copy) for group in self._groups]
                 for group in self._groups:
-                    group.copy = None
+                    group.set_apart(None)
             else:
                 self._renew()
         self._depth += 1
@@ -57,9 +74,9 @@ class Copies:
             self._depth -= 1
             if active_fake_mode() is not None and not self._depth:
                 for group in self._groups:
-                    group.copy = None
+                    group.set_apart(None)
                 for group, copy in apart:
-                    group.copy = copy
+                    group.set_apart(copy)
 
     def add(self, group: "Group") -> None:
         """A group whose copy is to be renewed when `hold` begins."""
@@ -67,13 +84,14 @@ class Copies:
 
     @torch.no_grad()
     def _renew(self) -> None:
-        rows, blocks = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
+        rows, blocks = _Pairs(), _Pairs()
         for group in self._groups:
             if group.copy is not None:
-                group.add_copied(group.copy, rows, blocks)
-        for pairs in (rows, blocks):  # rows are one launch, or some; blocks, which have gaps, are one each
-            if pairs:
-                torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
+                own_rows, own_blocks = group.pairs()
+                rows.add(own_rows)
+                blocks.add(own_blocks)
+        rows.copy()
+        blocks.copy()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,6 +215,7 @@ class Group:
     __slots__ = (
         "__weakref__",
         "_copies",
+        "_pairs",
         "_round",
         "copy",
         "has_bias",
@@ -238,6 +257,7 @@ class Group:
         self.copy: Factors | None = None
         """What is held between passes."""
         self._copies = updates[0].copies if updates else None
+        self._pairs: tuple[_Pairs, _Pairs] | None = None
         self._round = 0
 
     @staticmethod
@@ -262,19 +282,32 @@ class Group:
             copy = replace(copy, bias_O=self._biases(x_NI, projections))
         else:
             return copy
-        self.copy, self._round = copy, copies.round
+        self.copy, self._round, self._pairs = copy, copies.round, None
         return copy
 
-    def add_copied(self, copy: Factors, rows: list[tuple[Tensor, Tensor]], blocks: list[tuple[Tensor, Tensor]]) -> None:
-        """Adds where A and B go to in a copy and what they are: those without gaps in their places, and the others."""
+    def set_apart(self, copy: Factors | None) -> None:
+        """Takes another copy, or none."""
+        self.copy, self._pairs = copy, None
+
+    def pairs(self) -> tuple[_Pairs, _Pairs]:
+        """Where A and B go to in the copy, and what they are: those without gaps in their places, and the others."""
+        if self._pairs is not None:
+            return self._pairs
+        assert self.copy is not None
+        pairs = self._paired(self.copy)
+        if all([place.update.start_A is None for place in self.places]):  # else they are put together each time
+            self._pairs = pairs
+        return pairs
+
+    def _paired(self, copy: Factors) -> tuple[_Pairs, _Pairs]:
         assert copy.A_SI is not None and copy.B_OS is not None
+        rows, blocks = _Pairs(), _Pairs()
         for place in self.places:
             A_RI, B_OR = place.update.factors()
-            rows.append((copy.A_SI[place.ranks], A_RI))
-            if len(self.places) == 1:
-                rows.append((copy.B_OS[place.columns], B_OR))
-            else:
-                blocks.append((copy.B_OS[place.columns, place.ranks], B_OR))
+            alone = len(self.places) == 1
+            rows.add(_Pairs([copy.A_SI[place.ranks]], [A_RI]))
+            (rows if alone else blocks).add(_Pairs([copy.B_OS[place.columns, place.ranks]], [B_OR]))
+        return rows, blocks
 
     def _copied(self, x_NI: Tensor, projections: Sequence[Projection], *, is_held: bool) -> Factors:
         A_SI = B_OS = None
@@ -284,10 +317,8 @@ class Group:
             B_OS = x_NI.new_zeros(self.outputs, self.sum_of_ranks)
         copy = Factors(A_SI, B_OS, bias_O, is_held)
         if self.places:
-            rows, blocks = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
-            self.add_copied(copy, rows, blocks)
-            for to, source in rows + blocks:
-                to.copy_(source)
+            for pairs in self._paired(copy):
+                pairs.copy()
         return copy
 
     def _biases(self, x_NI: Tensor, projections: Sequence[Projection]) -> Tensor:

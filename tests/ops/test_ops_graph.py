@@ -146,6 +146,13 @@ def rope_arguments() -> tuple[Any, ...]:
     return torch.randn(3, 4, 4), torch.rand(3, 2), torch.rand(3, 2), cells, torch.randn(4, 16, 2, 1, 4)
 
 
+def joined_arguments() -> tuple[Any, ...]:
+    codes = [torch.randint(0, 256, (rows * 32,), dtype=torch.uint8) for rows in (64, 128)]
+    absmaxes = [torch.randint(0, 256, (rows,), dtype=torch.uint8) for rows in (64, 128)]
+    tables, scales, offsets = [[torch.rand(size) for _ in (64, 128)] for size in (256, 1, ())]
+    return codes, absmaxes, tables, scales, offsets, [64, 128], 64, torch.float32
+
+
 CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "embedding": lambda: (torch.tensor([1, 0]), torch.randn(3, 4)),
     "linear": lambda: (torch.randn(3, 4), torch.randn(5, 4), torch.randn(5)),
@@ -157,6 +164,12 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "grouped_bottleneck": bottleneck_arguments,
     "copy_pages": lambda: (torch.randn(4, 16, 2, 1, 4), torch.tensor([0, 1]), torch.tensor([3, 2])),
     "nf4_dequantize": lambda: (Layer.random().code, *Layer.random().nested, [8, 8], torch.float32),
+    "nf4_dequantize_joined": joined_arguments,
+    "add_rms_norm_forward": lambda: (torch.randn(3, 4), torch.randn(3, 4), torch.randn(4), 1e-5),
+    "rms_norm_backward": lambda: (*torch.randn(2, 3, 4), torch.randn(4), torch.rand(3), torch.randn(3, 4)),
+    "rotate_": lambda: (torch.randn(3, 4, 2), torch.randn(3, 1, 2), *torch.randn(2, 3, 2)),
+    "rotate_back": lambda: (torch.randn(3, 4, 2), *torch.randn(2, 3, 1, 2), *torch.randn(2, 3, 2)),
+    "gated_backward_": lambda: (*torch.randn(3, 4, 6), "silu"),
     "nf4_linear": lambda: (torch.randn(3, 8), Layer.random().code, *Layer.random().nested, 8, torch.randn(8)),
 }
 
