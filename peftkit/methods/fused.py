@@ -255,14 +255,15 @@ def _attention(
     cos_ND, sin_ND = [(x if len(x) == B else x.expand(B, T, -1)).reshape(B * T, -1) for x in position_embeddings]
     linears: _Linears = self.__dict__[_LINEARS]
     block = linears.of(self, ("q_proj", "k_proj", "v_proj"), hidden_states)
-    qkv = None if hasattr(self, "q_norm") else block.joined(hidden_states)
+    has_norms = "q_norm" in self._modules
+    qkv = None if has_norms else block.joined(hidden_states)
     if qkv is not None and block.whole is not None:
         num_keys = block.whole[1].outputs // self.head_dim
         heads = rotate_joined_grad(qkv, cos_ND, sin_ND, num_keys, overwrite=block.is_owned)
     else:
         q, k, v = block.apart(hidden_states)
         q_NQD, k_NKD = (x.reshape(B * T, -1, self.head_dim) for x in (q, k))
-        if hasattr(self, "q_norm"):
+        if has_norms:
             q_NQD, k_NKD = self.q_norm(q_NQD), self.k_norm(k_NKD)
         rotated = (*rotate_grad(q_NQD, k_NKD, cos_ND, sin_ND), v)
         heads = [x.reshape(B, T, -1, self.head_dim).transpose(1, 2) for x in rotated]

@@ -364,7 +364,7 @@ def idle_pass(model: PreTrainedModel, batch: Batch) -> None:
     left while others have one, and gather a divided base for it with this one."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     kept = [parameter.grad for parameter in trained]
-    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+    with holding(model), torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         for parameter in trained:
             parameter.grad = None
         token_loss_sum(model, batch.to(model.device)).backward()

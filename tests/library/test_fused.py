@@ -36,6 +36,7 @@ from peftkit.methods import (
     detach,
     fast_share,
     fuse,
+    holding,
     unfuse,
 )
 from peftkit.methods.frozen import Reader
@@ -269,6 +270,38 @@ def test_hooks_and_wrapped_modules_hold(seed: int, caplog: pytest.LogCaptureFixt
     assert fast_share(model) == pytest.approx(13 / 14)
     assert_same(loss_and_gradients(model, batch), wanted, 1e-5)
     assert called == ["k", "attention", "norm"] * 2
+
+
+def test_what_a_step_looks_up_the_next_one_looks_up_again(seed: int) -> None:
+    model, batch = a_model("llama", CONFIGS[0], seed), a_batch(seed)
+    fuse(model)
+    layer: Any = model.base_model.layers[0]
+    called: list[str] = []
+
+    def step() -> tuple[Tensor, dict[str, Tensor]]:
+        with holding(model):
+            loss_and_gradients(model, batch)
+            return loss_and_gradients(model, batch)
+
+    wanted = step()
+    handle = layer.self_attn.k_proj.register_forward_hook(lambda *_: called.append("k"))
+    layer.post_attention_layernorm.register_forward_hook(lambda *_: called.append("norm"))
+    assert_same(step(), wanted, 1e-5)
+    assert called == ["k", "norm"] * 2
+    handle.remove()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.mul_(1.5)  # as fused optimisers do, unseen by autograd
+    found = step()
+    unfuse(model)
+    assert_same(found, loss_and_gradients(model, batch), 1e-5)
+    detach(model)
+    torch.manual_seed(seed)
+    model = attach(model, CONFIGS[1], seed=seed).train()
+    fuse(model)
+    found = step()
+    unfuse(model)
+    assert_same(found, loss_and_gradients(model, batch), 1e-5)
 
 
 def test_modules_of_another_class_keep_their_forward(seed: int, caplog: pytest.LogCaptureFixture) -> None:
