@@ -5,7 +5,8 @@
     adapter      4 bytes for each trainable parameter
     gradients    4 bytes for each
     optimizer    8 bytes for each: AdamW's two float32 moments, or 2 for 8-bit ones
-    activations  what backward keeps of the fullest micro-batch and what is worked on then, by a rehearsal of the step
+    activations  what backward keeps of the fullest micro-batch and what is worked on then, by a rehearsal of the step;
+                 a LoRA's A and B in the base's dtype are among it
     logits       the chunk of logits that is there at that moment, its softmax and gradient
     process      on a CPU what this process holds besides, the interpreter and libraries; on a GPU cuBLAS' workspaces
 
