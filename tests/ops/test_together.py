@@ -47,7 +47,7 @@ def _broken(x, BLOCK: tl.constexpr):
 
 def launch(kernel: Callable[..., Any], width: int) -> Any:
     x_TO, y_TF = torch.zeros(3, 2 * width), torch.zeros(3, width)
-    return kernel(x_TO, y_TF, 2 * width, WIDTH=width, BLOCK=32, GELU=False, DEPENDENT=0, num_warps=4)
+    return kernel(x_TO, y_TF, 2 * width, WIDTH=width, BLOCK=32, GELU=False, DEPENDENT=False, num_warps=4)
 
 
 def find(width: int) -> Any:

@@ -44,7 +44,7 @@ def drawn(rows: int, out_features: int, in_features: int, dtype: torch.dtype, de
 
 @pytest.mark.parametrize(
     ("rows", "out_features", "in_features"),
-    [(1, 64, 32), (1, 72, 1096), (2, 8, 8), (3, 304, 136), (16, 40, 64), (17, 64, 256), (40, 104, 72)],
+    [(1, 64, 32), (1, 72, 1096), (2, 8, 8), (3, 304, 136), (16, 40, 64), (17, 64, 256), (32, 104, 72)],
     ids=str,
 )
 def test_multiplies_ragged_sizes(
@@ -55,12 +55,12 @@ def test_multiplies_ragged_sizes(
 
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("out_features", [16, 24, 40, 80])
-@pytest.mark.parametrize(("in_features", "apart"), [(64, 0), (200, 3)])
+@pytest.mark.parametrize("in_features", [64, 200])
 def test_tiles_are_cut_or_shared_out(
     seed: int, assert_near: Near, module: ModuleType, monkeypatch: pytest.MonkeyPatch, rows: int,
-    out_features: int, in_features: int, apart: int,
+    out_features: int, in_features: int,
 ) -> None:  # fmt: skip
-    config = module.Config(1 if rows == 1 else 16, 16, 32, 1, 2, 1, apart)
+    config = module.Config(1 if rows == 1 else 16, 16, 32, 1, 2, 1)
     x, weight = drawn(rows, out_features, in_features, torch.float16)
     for multiprocessors in (2, 11):
         monkeypatch.setattr(module, "_multiprocessors", lambda device, number=multiprocessors: number)
@@ -71,7 +71,7 @@ def test_tiles_are_cut_or_shared_out(
 
 def test_parts_are_counted_back_to_zero(seed: int, module: ModuleType) -> None:
     x, weight = drawn(2, 32, 1024, torch.float16)
-    assert module._share_out(32, 1024, module._config(2, x.device), module._multiprocessors(x.device))[1] > 1
+    assert module._share_out(32, 1024, module._config(2), module._multiprocessors(x.device))[1] > 1
     module.linear(x, weight)
     assert not module._counters(x.device).any()
 
@@ -103,16 +103,26 @@ def test_what_the_kernel_is_not_for_is_the_references(
     seed: int, module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_linear", None)
-    x, weight = drawn(65, 8, 64, torch.bfloat16)
+    x, weight = drawn(33, 8, 64, torch.bfloat16)
     cases = [(x, weight), (x[:2].float(), weight.float()), (x[:2, :63], weight[:, :63]), (x[:2, 1:57], weight[:, 1:57])]
     cases += [(x[:2], weight[:7])]
     for rows, matrix in cases:
         assert torch.equal(module.linear(rows, matrix), F.linear(rows, matrix))
-    monkeypatch.setattr(module, "_NARROW", 64)
-    assert torch.equal(module.linear(x[:2], weight), F.linear(x[:2], weight))
-    monkeypatch.setattr(module, "_NARROW", 0)
+    for name, value in (("_NARROW", 64), ("_capability", lambda device: 80)):
+        with monkeypatch.context() as changed:
+            changed.setattr(module, name, value)
+            assert torch.equal(module.linear(x[:2], weight), F.linear(x[:2], weight))
     steady = module.linear(x[:2], weight, deterministic=True)
     assert torch.equal(steady, reference.linear(x[:2], weight, deterministic=True))
+
+
+def test_many_outputs_are_the_kernels_for_more_rows(
+    seed: int, assert_near: Near, module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_WIDE", 64)
+    x, weight = drawn(64, 64, 40, torch.float16)
+    assert module._takes(x, weight) and not module._takes(x, weight[:56])
+    check(module.linear, assert_near, x, weight)
 
 
 def test_the_reference_is_an_affine_map(seed: int, assert_near: Near) -> None:
@@ -124,6 +134,6 @@ def test_the_reference_is_an_affine_map(seed: int, assert_near: Near) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_multiplies_on_a_gpu(seed: int, assert_near: Near, dtype: torch.dtype) -> None:
-    for out_features, in_features in ((4096, 14336), (6144, 4096), (1544, 1544), (8, 520), (100, 1024), (70, 96)):
-        for rows in (1, 2, 7, 8, 16, 17, 33, 64, 65):
+    for out_features, in_features in ((4096, 14336), (1 << 16, 1024), (1544, 1544), (8, 520), (100, 1024), (70, 96)):
+        for rows in (1, 2, 7, 16, 17, 32, 33):
             check(linear, assert_near, *drawn(rows, out_features, in_features, dtype, "cuda"))

@@ -41,7 +41,7 @@ def _gated(
     x, y, x_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, DEPENDENT: tl.constexpr
 ):  # fmt: skip
     if DEPENDENT:
-        wait_turn(DEPENDENT)
+        wait_turn()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
@@ -59,6 +59,6 @@ def specimens(capability: int) -> Iterator[Specimen]:
     """Feed-forward widths 14336 and 8960."""
     for dtype in ("*bf16", "*fp16"):
         for width, gelu in ((14336, False), (8960, True)):
-            constants = {"WIDTH": width, "BLOCK": _BLOCK, "GELU": gelu, "DEPENDENT": int(capability >= 90)}
+            constants = {"WIDTH": width, "BLOCK": _BLOCK, "GELU": gelu, "DEPENDENT": capability >= 90}
             signature = {"x": dtype, "y": dtype, "x_stride": "i32:16", **dict.fromkeys(constants, "constexpr")}
             yield Specimen(_gated, signature, constants, num_warps=4, num_stages=1)

@@ -323,7 +323,7 @@ def specimens(capability: int = 90) -> Iterator[Specimen]:
         configs = [_config(kind, capability, head, 2) for kind in ("decode", "few", "prefill", "steady")]
         *decodes, prefill, steady = configs
         for decode in decodes:
-            cut = {**_decode_constants(constants, decode), "EACH_ROW": not window, "DEPENDENT": int(capability >= 90)}
+            cut = {**_decode_constants(constants, decode), "EACH_ROW": not window, "DEPENDENT": capability >= 90}
             yield _specimen(decode_kernel, dtype, cut, decode)
         cut = {**constants, **_prefill_tile(prefill, window)}
         yield _specimen(prefill_kernel, dtype, cut, prefill)

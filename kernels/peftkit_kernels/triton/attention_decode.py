@@ -57,7 +57,7 @@ def decode_kernel(
     shares, and is zero again at the end.
     """
     if DEPENDENT:
-        wait_turn(DEPENDENT)
+        wait_turn()
     head, index, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n, row = index, index
     if EACH_ROW:

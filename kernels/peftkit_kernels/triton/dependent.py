@@ -10,26 +10,22 @@ from functools import cache
 
 import torch
 import triton
-import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @cache
-def has_dependents(device: torch.device) -> int:
+def has_dependents(device: torch.device) -> bool:
     """Whether kernels on a device can begin before the last one has ended."""
-    return int(device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0))
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def launch_options(dependent: int) -> dict[str, bool]:
+def launch_options(dependent: bool) -> dict[str, bool]:
     """What a launch of a kernel that calls `wait_turn` says to Triton."""
     return {"launch_pdl": True} if dependent else {}
 
 
 @triton.jit
-def wait_turn(DEPENDENT: tl.constexpr):
+def wait_turn():
     """Waits for the end of the kernel before, and lets the next one begin."""
-    if DEPENDENT == 2:
-        gdc_launch_dependents()
     gdc_wait()
-    if DEPENDENT == 1:
-        gdc_launch_dependents()
+    gdc_launch_dependents()

@@ -28,8 +28,9 @@ from peftkit_kernels.segments import MAX_RANK
 from peftkit_kernels.triton.compile import Specimen
 from peftkit_kernels.triton.dependent import has_dependents, launch_options, wait_turn
 
-MAX_ROWS = 64
-"""More rows are cuBLAS's."""
+MAX_ROWS = 32
+"""More rows are cuBLAS's, as it is quicker there."""
+_WIDE, _MAX_WIDE_ROWS = 1 << 16, 64  # but not where there are so many outputs, as those of an output embedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,30 +47,23 @@ class Config:
     num_stages: int
     per_sm: int
     """Programs that a multiprocessor holds at once."""
-    apart: int = 0
-    """Steps by which a program begins further on in the input than the one before it, so that they don't all read the
-    same inputs at once."""
-    ahead: int = 64
+    ahead: int = 32
     """KiB of weights that a multiprocessor sends for before the kernel before this one has ended."""
 
 
-CONFIGS: Mapping[tuple[int, int], Config] = MappingProxyType(
+CONFIGS: Mapping[int, Config] = MappingProxyType(
     {
-        (1, 80): Config(1, 8, 1024, 4, 2, 3),
-        (16, 80): Config(16, 32, 128, 4, 4, 2),
-        (32, 80): Config(32, 64, 64, 4, 4, 2),
-        (64, 80): Config(64, 64, 64, 4, 4, 2),
-        (1, 90): Config(1, 8, 1024, 4, 2, 3),
-        (16, 90): Config(16, 64, 128, 4, 5, 2),
-        (32, 90): Config(32, 64, 128, 4, 4, 2),
-        (64, 90): Config(64, 128, 128, 4, 4, 1),
+        1: Config(1, 8, 2048, 8, 3, 2),
+        16: Config(16, 64, 128, 4, 3, 3),
+        32: Config(32, 64, 128, 4, 4, 2),
+        64: Config(64, 128, 128, 8, 4, 1),
     }
 )
-"""(most rows, compute capability) → configuration; another card takes the newest row before it."""
+"""Most rows → configuration, for compute capability 9.0 and above; older cards keep to cuBLAS, as none was timed."""
 
 _OVERRIDE: ContextVar[Config | None] = ContextVar("linear config", default=None)
 _COUNTERS = 1 << 12
-_NARROW = MAX_RANK
+_NARROW = MAX_RANK  # products with an adapter's rank as input would be compiled when it comes
 _MAX_SPLITS = 16
 _SEND = tl.constexpr(
     "{ .reg .pred sends; setp.eq.s32 sends, $3, 0; @sends cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"
@@ -82,7 +76,7 @@ def candidates(kind: str) -> Iterator[Config]:
     rows = int(kind)
     if rows == 1:
         for outs, (block_k, num_warps), stages, per_sm in product(
-            (4, 8, 16), ((1024, 4), (512, 2), (512, 4)), (1, 2, 3, 4), (2, 3, 4)
+            (4, 8, 16), ((2048, 8), (1024, 4), (512, 2)), (1, 2, 3, 4), (2, 3, 4)
         ):
             yield Config(1, outs, block_k, num_warps, stages, per_sm)
     padded = max(16, triton.next_power_of_2(rows))
@@ -104,8 +98,8 @@ def override(config: Config) -> Iterator[None]:
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, deterministic: bool = False) -> Tensor:
     """See `peftkit_kernels.reference.linear`, which takes what the kernel isn't for: float32, more than MAX_ROWS rows,
-    inputs no wider than a LoRA's rank, weights or outputs whose rows don't begin at multiples of 16 bytes, and whatever
-    is deterministic. The kernel has no gradient."""
+    inputs no wider than a LoRA's rank, weights or outputs whose rows don't begin at multiples of 16 bytes, older cards,
+    and whatever is deterministic. The kernel has no gradient."""
     if deterministic or not _takes(x_TI, weight_OI):
         return reference.linear(x_TI, weight_OI, bias_O, deterministic=deterministic)
     num_rows, in_features = x_TI.shape
@@ -115,7 +109,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, det
         return y_TO
     if x_TI.stride(1) != 1 or x_TI.stride(0) % 8 or x_TI.data_ptr() % 16:
         x_TI = x_TI.clone(memory_format=torch.contiguous_format)
-    config = _config(num_rows, device)
+    config = _config(num_rows)
     programs, num_splits = _share_out(out_features, in_features, config, _multiprocessors(device))
     num_sums = programs * config.rows * config.outs if num_splits > 1 else 0
     dependent = has_dependents(device)
@@ -141,19 +135,21 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, det
 
 
 def _takes(x_TI: Tensor, weight_OI: Tensor) -> bool:
-    """Whether the kernel is for these; it follows from shapes, strides and dtypes."""
+    """Whether the kernel is for these; it follows from the card, shapes, strides and dtypes."""
     out_features, in_features = weight_OI.shape
+    few = x_TI.shape[0] <= (_MAX_WIDE_ROWS if out_features >= _WIDE else MAX_ROWS)
     aligned = weight_OI.stride(1) == 1 and weight_OI.stride(0) % 8 == 0 and weight_OI.data_ptr() % 16 == 0
     eights = out_features % 8 == 0 and in_features % 8 == 0 and in_features > _NARROW
-    return aligned and eights and x_TI.shape[0] <= MAX_ROWS and x_TI.dtype in (torch.bfloat16, torch.float16)
+    half = x_TI.dtype in (torch.bfloat16, torch.float16)
+    return few and aligned and eights and half and _capability(x_TI.device) >= 90
 
 
 @triton.jit(do_not_specialize=["num_rows", "out_8", "in_8", "x_stride_8", "weight_stride_8", "num_splits"])
 def _linear(
     x, weight, bias, y, part, arrived, num_rows, out_8, in_8, x_stride_8, weight_stride_8, num_splits,
     ROWS: tl.constexpr, OUTS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, LANES: tl.constexpr,
-    AHEAD: tl.constexpr, PIECE: tl.constexpr, APART: tl.constexpr, WHOLE_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
+    AHEAD: tl.constexpr, PIECE: tl.constexpr, WHOLE_K: tl.constexpr, HAS_BIAS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program p of P: all of the tiles p, p + P, …; with num_splits > 1 part p % num_splits of one tile.
 
@@ -164,20 +160,20 @@ def _linear(
     tile, share = tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
     first = steps * share // num_splits
     steps = steps * (share + 1) // num_splits - first
-    num_steps, turn = steps, tl.program_id(0) * APART % steps
+    num_steps = steps
     if num_splits == 1:
         num_steps = steps * ((tl.cdiv(out_features, OUTS) - tile + every - 1) // every)
     if AHEAD:
-        place = (first + turn) * BLOCK_K
+        place = first * BLOCK_K
         _send_for(weight, tile * OUTS, place, out_features, in_features, weight_stride, OUTS, LANES, AHEAD, PIECE)
     if DEPENDENT:
-        wait_turn(DEPENDENT)
+        wait_turn()
     row, k = tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
     live = (row < num_rows)[:, None]
     x_at = x + row[:, None] * x_stride + k[None, :]
     acc = _nothing(ROWS, OUTS, BLOCK_K)
     for i in tl.range(0, num_steps, num_stages=STAGES):
-        at, start = first + (i + turn) % steps, (tile + i // steps * every) * OUTS
+        at, start = first + i % steps, (tile + i // steps * every) * OUTS
         out = start + tl.arange(0, OUTS)
         out = tl.minimum(out, out_features - 1).to(tl.int64)  # a ragged tile reads the last row again: no masks
         w_at = weight + out[:, None] * weight_stride + (at * BLOCK_K + k)[None, :]
@@ -263,7 +259,7 @@ def _send_for(
     )  # fmt: skip
 
 
-def _constants(config: Config, in_features: int, has_bias: bool, dependent: int) -> dict[str, int | bool]:
+def _constants(config: Config, in_features: int, has_bias: bool, dependent: bool) -> dict[str, int | bool]:
     lanes = max(32 * config.num_warps, config.outs)
     ahead = min(1024 * config.ahead // (config.per_sm * config.outs), 2 * in_features) if dependent else 0
     ahead = 1 << ahead.bit_length() - 1 if ahead >= 16 else 0  # bytes of an output
@@ -274,7 +270,6 @@ def _constants(config: Config, in_features: int, has_bias: bool, dependent: int)
         "STAGES": config.num_stages,
         "LANES": lanes,
         "AHEAD": ahead,
-        "APART": config.apart,
         "PIECE": max(min(ahead, 512), ahead * config.outs // lanes),
         "WHOLE_K": in_features % config.block_k == 0,
         "HAS_BIAS": has_bias,
@@ -293,18 +288,14 @@ def _share_out(out_features: int, in_features: int, config: Config, multiprocess
     return triton.cdiv(tiles, rounds), 1
 
 
-def _config(num_rows: int, device: torch.device) -> Config:
-    chosen = _OVERRIDE.get()
-    if chosen is not None:
-        return chosen
-    rows = 1 if num_rows == 1 else max(16, triton.next_power_of_2(num_rows))
-    return CONFIGS[rows, max((card for _, card in CONFIGS if card <= _capability(device)), default=80)]
+def _config(num_rows: int) -> Config:
+    return _OVERRIDE.get() or next(config for rows, config in CONFIGS.items() if num_rows <= rows)
 
 
 @cache
 def _capability(device: torch.device) -> int:
-    """Compute capability as in 90; 80 in the interpreter."""
-    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+    """Compute capability as in 90, which it is in the interpreter."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
     return 10 * major + minor
 
 
@@ -320,11 +311,11 @@ def _counters(device: torch.device) -> Tensor:
 
 
 def specimens(capability: int = 90) -> Iterator[Specimen]:
-    """Each configuration of a card; for few rows with ragged inputs too."""
-    cuts = [config for (_, card), config in CONFIGS.items() if card == min(90, capability // 10 * 10)]
+    """Each configuration, for few rows with ragged inputs too; nothing for cards that have none."""
+    cuts = list(CONFIGS.values()) if capability >= 90 else []
     uses = [("*bf16", config, 4096) for config in cuts] + [("*fp16", config, 4104) for config in cuts[:2]]
     for dtype, config, features in uses:
-        constants = _constants(config, features, features % 16 > 0, int(capability >= 90))
+        constants = _constants(config, features, features % 16 > 0, True)
         sizes = ("num_rows", "out_8", "in_8", "x_stride_8", "weight_stride_8", "num_splits")
         types = dict.fromkeys(("x", "weight", "bias", "y"), dtype) | dict.fromkeys(sizes, "i32")
         types |= {"part": "*fp32", "arrived": "*i32"} | dict.fromkeys(constants, "constexpr")

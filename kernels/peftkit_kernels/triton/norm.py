@@ -71,7 +71,7 @@ def _rms_norm(
 ):
     """ROWS rows a program; y and total are contiguous."""
     if DEPENDENT:
-        wait_turn(DEPENDENT)
+        wait_turn()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < num_rows) & (column < WIDTH)
@@ -102,7 +102,7 @@ def specimens(capability: int) -> Iterator[Specimen]:
                 "BLOCK": block,
                 "ROWS": rows,
                 "HAS_RESIDUAL": has_residual,
-                "DEPENDENT": int(capability >= 90),
+                "DEPENDENT": capability >= 90,
             }
             signature = {**pointers, "num_rows": "i32", **strides, "eps": "fp32"}
             signature |= dict.fromkeys(constants, "constexpr")

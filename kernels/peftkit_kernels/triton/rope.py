@@ -57,7 +57,7 @@ def rope_kernel(
     NUM_HEADS: tl.constexpr = NUM_Q + 2 * NUM_KV
     HEAD: tl.constexpr = 2 * HALF
     if DEPENDENT:
-        wait_turn(DEPENDENT)
+        wait_turn()
     lines = tl.arange(0, ROWS * HEADS)
     row = tl.program_id(1) * ROWS + lines // HEADS
     head = tl.program_id(0) * HEADS + lines % HEADS
@@ -119,13 +119,13 @@ def specimens(capability: int = 90) -> Iterator[Specimen]:
         CONFIGS.values(), (("*bf16", 32, 8, 128), ("*fp16", 12, 2, 128), ("*bf16", 9, 3, 64))
     ):
         types: dict[str, str] = dict.fromkeys(pointers, dtype)
-        constants = _constants((num_q + 2 * num_kv) * head, num_q, num_kv, head, config, int(capability >= 90))
+        constants = _constants((num_q + 2 * num_kv) * head, num_q, num_kv, head, config, capability >= 90)
         types |= {"cell": "*i64", "num_rows": "i32"} | dict.fromkeys(constants, "constexpr")
         signature = {name: types[name] for name in rope_kernel.arg_names}
         yield Specimen(rope_kernel, signature, constants, config.num_warps, 1)
 
 
-def _constants(row_stride: int, num_q: int, num_kv: int, head: int, config: Config, dependent: int) -> dict[str, Any]:
+def _constants(row_stride: int, num_q: int, num_kv: int, head: int, config: Config, dependent: bool) -> dict[str, Any]:
     return {
         "ROW_STRIDE": row_stride,
         "NUM_Q": num_q,
