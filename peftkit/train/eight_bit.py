@@ -46,6 +46,9 @@ class FlatAdamW8bit(torch.optim.Optimizer):
         self._members = [cast(list[nn.Parameter], group["params"]) for group in groups]
         self.places: dict[nn.Parameter, Place] = {}
         """The large parameters'."""
+        self._flats: list[tuple[nn.Parameter, list[nn.Parameter], list[int]]] = []
+        """Flat tensors, the parameters that lie in each from its beginning to its end, and the sizes of each parameter
+        and of what is left of its last block."""
         inner = [{**group, "params": self._laid_out(group["params"])} for group in groups]
         self.inner = make(inner)
         super().__init__(self.inner.param_groups, {})
@@ -61,15 +64,19 @@ class FlatAdamW8bit(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One step. A large parameter without a gradient counts as one whose gradient is zero."""
         assert closure is None
-        flats = {id(place.flat): place.flat for place in self.places.values()}.values()
-        for flat in flats:
+        into, grads = list[Tensor](), list[Tensor]()
+        for flat, members, sizes in self._flats:
             flat.grad = torch.zeros_like(flat)
-        given = [(place, one, one.grad) for one, place in self.places.items() if one.grad is not None]
-        if given:
-            into = [place.of("grad", cast(Tensor, place.flat.grad), one) for place, one, _ in given]
-            torch._foreach_copy_(into, [grad for _, _, grad in given])
+            parts = flat.grad.split_with_sizes(sizes)[::2]  # while this lasts, a GPU waits
+            for one, part in zip(members, parts, strict=True):
+                grad = one.grad
+                if grad is not None:
+                    into.append(part.view_as(grad))
+                    grads.append(grad)
+        if into:
+            torch._foreach_copy_(into, grads)
         self.inner.step()
-        for flat in flats:
+        for flat, *_ in self._flats:
             flat.grad = None
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -95,10 +102,11 @@ class FlatAdamW8bit(torch.optim.Optimizer):
         small = [one for one in members if one.numel() < SMALL]
         if not large:
             return small
-        starts, total = list[int](), 0
+        starts, sizes, total = list[int](), list[int](), 0
         for one in large:
             starts.append(total)
-            total += -(-one.numel() // BLOCK) * BLOCK
+            sizes += one.numel(), -one.numel() % BLOCK
+            total += sum(sizes[-2:])
         flat = nn.Parameter(torch.zeros(total, dtype=large[0].dtype, device=large[0].device))
         for one, first in zip(large, starts, strict=True):
             assert one.dtype == flat.dtype and one.device == flat.device, "an adapter's parameters are alike"
@@ -107,4 +115,5 @@ class FlatAdamW8bit(torch.optim.Optimizer):
                 view = place.of("data", flat.data, one)
                 view.copy_(one)
                 one.data = view
+        self._flats.append((flat, large, sizes))
         return [flat, *small]
