@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 
 import peftkit_kernels.triton as kernels
 from peftkit_kernels import dispatch
-from peftkit_kernels.triton import attention, bottleneck, linear, lora, segmented
+from peftkit_kernels.triton import attention, bottleneck, dependent, linear, lora, segmented
 from peftkit_kernels.triton.together import LeftOut
 from peftkit_serve import Engine, Request, SamplingParams, runner
 
@@ -51,6 +51,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch, compute_capability_90: None) -> It
     for module in (segmented, lora, bottleneck):
         monkeypatch.setattr(module, "capability_of", lambda device: 90)
     monkeypatch.setattr(attention, "_capability", lambda device: 90)
+    monkeypatch.setattr(dependent, "has_dependents", lambda device: True)
     monkeypatch.setattr(linear, "_capability", lambda device: 90)
     monkeypatch.setattr(linear, "_NARROW", 16)  # less than the base's sizes, no less than its adapters' ranks
     monkeypatch.setattr(attention, "_multiprocessors", lambda device: 132)

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peftkit_kernels.triton.compile import Specimen
-from peftkit_kernels.triton.dependent import has_dependents, launch_options, wait_turn
+from peftkit_kernels.triton.dependent import begins_early, launch_options, wait_turn
 
 _BLOCK = 1024  # columns a program, 8 a thread: one 16-byte load of each half
 
@@ -30,7 +30,7 @@ def _gate(x_TO: Tensor, gelu: bool) -> Tensor:
     y_TF = torch.empty(num_rows, width, dtype=x_TO.dtype, device=x_TO.device)
     if y_TF.numel():
         grid = (num_rows, triton.cdiv(width, _BLOCK))
-        dependent = has_dependents(x_TO.device)
+        dependent = begins_early(x_TO.device, num_rows)
         constants = {"WIDTH": width, "BLOCK": _BLOCK, "GELU": gelu, "DEPENDENT": dependent}
         _gated[grid](x_TO, y_TF, x_TO.stride(0), **constants, num_warps=4, **launch_options(dependent))
     return y_TF

@@ -25,7 +25,7 @@ from peftkit_kernels.triton.attention_decode import decode_kernel
 from peftkit_kernels.triton.attention_prefill import prefill_kernel
 from peftkit_kernels.triton.attention_steady import steady_kernel
 from peftkit_kernels.triton.compile import Specimen
-from peftkit_kernels.triton.dependent import has_dependents, launch_options
+from peftkit_kernels.triton.dependent import begins_early, launch_options
 
 Kind = Literal["few", "decode", "prefill", "steady"]
 """Few: decode of so few rows and KV heads that the shares must be many to fill the card."""
@@ -202,7 +202,7 @@ def _decode(batch: _Batch, *, each_row: bool) -> None:
     few = rows * batch.num_kv < 2 * _multiprocessors(batch.q.device)
     config = batch.config("few" if few else "decode")
     shares = batch.num_shares(rows, config) if rows * batch.num_kv <= _COUNTERS else 1
-    dependent = has_dependents(batch.q.device)
+    dependent = each_row and begins_early(batch.q.device, rows)
     decode_kernel[(batch.num_kv, rows, shares)](
         *batch.tensors,
         *batch.partial(rows if shares > 1 else 0, shares),

@@ -26,11 +26,10 @@ from torch import Tensor
 from peftkit_kernels import reference
 from peftkit_kernels.segments import MAX_RANK
 from peftkit_kernels.triton.compile import Specimen
-from peftkit_kernels.triton.dependent import has_dependents, launch_options, wait_turn
+from peftkit_kernels.triton.dependent import MAX_ROWS, begins_early, launch_options, wait_turn
 
-MAX_ROWS = 32
-"""More rows are cuBLAS's, as it is quicker there."""
-_WIDE, _MAX_WIDE_ROWS = 1 << 16, 64  # but not where there are so many outputs, as those of an output embedding
+_WIDE, _MAX_WIDE_ROWS = 1 << 16, 64
+"""More than MAX_ROWS rows are cuBLAS's, as it is quicker, but where there are so many outputs, as of an embedding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +111,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, det
     config = _config(num_rows)
     programs, num_splits = _share_out(out_features, in_features, config, _multiprocessors(device))
     num_sums = programs * config.rows * config.outs if num_splits > 1 else 0
-    dependent = has_dependents(device)
+    dependent = begins_early(device, num_rows)
     _linear[(programs,)](
         x_TI,
         weight_OI,

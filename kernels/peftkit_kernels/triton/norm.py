@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peftkit_kernels.triton.compile import Specimen
-from peftkit_kernels.triton.dependent import has_dependents, launch_options, wait_turn
+from peftkit_kernels.triton.dependent import begins_early, launch_options, wait_turn
 
 _TILE = 4096  # values a program: 32 a thread, so that eight 16-byte loads are in flight
 
@@ -23,7 +23,7 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float, residual_TH: Tensor | N
     residual_TCH = x_TCH if residual_TH is None else _three_dimensional(residual_TH)
     block, rows, num_warps = _config(width)
     num_rows = num_outer * num_inner
-    dependent = has_dependents(x_TH.device)
+    dependent = begins_early(x_TH.device, num_outer)
     if num_rows:
         _rms_norm[(triton.cdiv(num_rows, rows),)](
             x_TCH,

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peftkit_kernels.triton.compile import Specimen
-from peftkit_kernels.triton.dependent import has_dependents, launch_options, wait_turn
+from peftkit_kernels.triton.dependent import begins_early, launch_options, wait_turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def rope_write_kv(qkv_TCD: Tensor, cos_TE: Tensor, sin_TE: Tensor, cell_T: Tenso
         return q_TQD
     if qkv_TCD.stride()[1:] != (head_size, 1):
         qkv_TCD = qkv_TCD.contiguous()
-    config, dependent = _config(num_rows), has_dependents(qkv_TCD.device)
+    config, dependent = _config(num_rows), begins_early(qkv_TCD.device, num_rows)
     grid = (triton.cdiv(num_heads, config.heads), triton.cdiv(num_rows, config.rows))
     rope_kernel[grid](
         qkv_TCD,
