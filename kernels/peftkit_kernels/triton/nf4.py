@@ -1,14 +1,16 @@
 """NF4 in bitsandbytes' layout: dequantised in one pass, and multiplied by without ever being dequantised in memory.
 
-`nf4_linear` is bound by the arithmetic of decoding before it is by memory. A single row needs no tensor cores
-(`nf4_one`); up to 64 rows take them, with a level's scale applied to the sum over its block.
+`nf4_linear` is bound by the arithmetic of decoding before it is by memory: levels come from a table in shared memory
+(`nf4_table`), products from tensor cores, and a scale is applied to the sum over its block (`nf4_few`, `nf4_wide`).
 `nf4_dequantize` must round as float32 does and shuffles all.
 """
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -21,7 +23,8 @@ from torch import Tensor
 from peftkit_kernels import reference
 from peftkit_kernels.triton.compile import Specimen
 from peftkit_kernels.triton.nf4_decode import permute_levels, scale, select_levels, word_levels
-from peftkit_kernels.triton.nf4_one import one
+from peftkit_kernels.triton.nf4_few import few
+from peftkit_kernels.triton.nf4_wide import wide
 
 _BLOCK = tl.constexpr(64)  # weights under one scale
 
@@ -41,16 +44,20 @@ class Config:
 
 
 @dataclass(frozen=True, slots=True)
-class One:
-    """How a product of a single row is cut."""
+class Few:
+    """How a product of up to `MAX_ROWS` rows is cut."""
 
+    rows: int
+    """Rows of x at a time."""
+    span: int
+    """Blocks of 64 inputs at a time; 0: one, with x in shared memory (`nf4_wide`)."""
     outs: int
-    """Output features a program, at most: fewer where there would be too few programs."""
-    halves: int
-    """Half blocks of 32 inputs at a time, one a thread."""
+    """Output features a warp."""
     num_warps: int
     per_sm: int
     """Programs a multiprocessor."""
+    registers: int | None = None
+    """Of a thread, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,27 +69,38 @@ class Flat:
     num_warps: int
 
 
-FLAT = Flat(words=512, num_warps=4)
-ONE = One(outs=4, halves=128, num_warps=4, per_sm=6)
-
-CONFIGS: Mapping[tuple[int, int], Config] = MappingProxyType(
+FLAT = Flat(words=256, num_warps=4)
+FEW: Mapping[int, Few] = MappingProxyType(
     {
-        (16, 8): Config(rows=16, outs=64, unroll=2, num_warps=2, num_stages=4),
-        (32, 8): Config(rows=32, outs=64, unroll=2, num_warps=2, num_stages=4),
-        (64, 8): Config(rows=64, outs=64, unroll=1, num_warps=4, num_stages=4),
-        (16, 9): Config(rows=16, outs=64, unroll=2, num_warps=2, num_stages=4),
-        (32, 9): Config(rows=32, outs=64, unroll=2, num_warps=2, num_stages=4),
-        (64, 9): Config(rows=64, outs=64, unroll=1, num_warps=4, num_stages=4),
+        4: Few(rows=4, span=2, outs=32, num_warps=4, per_sm=4),
+        8: Few(rows=8, span=2, outs=32, num_warps=4, per_sm=4, registers=128),
+        16: Few(rows=16, span=1, outs=64, num_warps=4, per_sm=3, registers=168),
+        32: Few(rows=32, span=0, outs=16, num_warps=4, per_sm=4),
+        64: Few(rows=64, span=0, outs=16, num_warps=4, per_sm=3, registers=168),
     }
 )
-"""(rows rounded up to a tile, major compute capability) → configuration. Newer cards take the newest one's."""
+"""Number of rows, at most → configuration; above 8 rows on compute capability 9 alone."""
+
+_LEAST_INPUTS = 256  # Triton 3.6 can't lay out a row of a single step
+_MOST_SHARES = (
+    4  # programs a tile, with more than 8 rows: their sums on the way through memory cost more than they save
+)
+
+CONFIGS: Mapping[int, Config] = MappingProxyType(
+    {
+        16: Config(rows=16, outs=64, unroll=2, num_warps=2, num_stages=4),
+        32: Config(rows=32, outs=64, unroll=2, num_warps=2, num_stages=4),
+        64: Config(rows=64, outs=64, unroll=1, num_warps=4, num_stages=4),
+    }
+)
+"""Number of rows, rounded up to a tile → configuration."""
 
 MAX_ROWS = 64
 """More rows than this go through dequantised weights and cuBLAS."""
 
 _MULTIPROCESSORS: Mapping[int, int] = MappingProxyType({8: 108, 9: 132, 10: 148})
-C = TypeVar("C", Config, One, Flat)
-_override: list[Config | One | Flat] = []
+C = TypeVar("C", Config, Few, Flat)
+_override: list[Config | Few | Flat] = []
 
 
 def nf4_dequantize(
@@ -143,46 +161,71 @@ def nf4_linear(
     if not y_TO.numel():
         return y_TO
     quantised = (code_X.contiguous(), absmax_B.contiguous(), absmax_code.contiguous(), absmax_scale.contiguous())
-    if num_rows == 1 and not deterministic and not _overridden(Config):
-        _one_row(x_TI, (*quantised, absmax_offset), bias_O, y_TO)
+    config = None if deterministic else _few(num_rows, out_features, in_features, x_TI)
+    if config is None:
+        _in_parts(x_TI, (*quantised, absmax_offset), bias_O, y_TO, deterministic)
     else:
-        _more_rows(x_TI, (*quantised, absmax_offset), bias_O, y_TO, deterministic)
+        _in_steps(x_TI, (*quantised, absmax_offset), bias_O, y_TO, config)
     return y_TO
 
 
-def _one_row(x_TI: Tensor, quantised: Sequence[Tensor], bias_O: Tensor | None, y_TO: Tensor) -> None:
-    out_features = y_TO.shape[1]
-    config = _overridden(One) or ONE
-    x_TI = x_TI.contiguous()
-    if x_TI.data_ptr() % 8:  # inputs are read four at a time
-        x_TI = x_TI.clone()
-    outs, wanted = config.outs, config.per_sm * _MULTIPROCESSORS.get(_major(x_TI.device), 148)
-    while outs > 1 and triton.cdiv(out_features, outs) < wanted:
-        outs //= 2
-    one[(min(wanted, triton.cdiv(out_features, outs)),)](
+def _in_steps(x_TI: Tensor, quantised: Sequence[Tensor], bias_O: Tensor | None, y_TO: Tensor, config: Few) -> None:
+    """Programs that stay, with an even share of the steps each; a tile that several had a share of is added up in order
+    by the one that finishes it."""
+    num_rows, out_features = y_TO.shape
+    in_features, device = x_TI.shape[1], x_TI.device
+    code_X, absmax_B, *others = quantised
+    if absmax_B.data_ptr() % 2:  # scales are read two at a time
+        absmax_B = absmax_B.clone()
+    x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
+    row_tiles, num_tiles, num_programs = _cut(config, num_rows, out_features, in_features, device)
+    dependent = x_TI.is_cuda and _major(device) >= 9
+    tile = config.num_warps * config.outs
+    sums = torch.empty(2 * num_programs * config.rows * tile, dtype=torch.float32, device=device)
+    (few if config.span else wide)[(num_programs,)](
         x_TI,
-        quantised[0].view(torch.int32),
-        *quantised[1:],
+        code_X.view(torch.int16),
+        absmax_B,
+        *others,
         y_TO if bias_O is None else bias_O,
         y_TO,
+        sums,
+        _counters(device, triton.next_power_of_2(max(2 * num_tiles, 1 << 14))),
+        num_rows,
+        x_TI.stride(0),
         OUT=out_features,
-        IN=x_TI.shape[1],
-        OUTS=outs,
-        HALVES=config.halves,
+        IN=in_features,
+        **_few_constants(config, row_tiles),
         HAS_BIAS=bias_O is not None,
-        ON_GPU=x_TI.is_cuda,
+        TABLE=x_TI.is_cuda,
+        DEPENDENT=dependent,
         num_warps=config.num_warps,
+        num_stages=1,
+        maxnreg=config.registers,
+        **({"launch_pdl": True} if dependent else {}),
     )
 
 
-def _more_rows(
+@cache
+def _counters(device: torch.device, count: int) -> Tensor:
+    """Zeros that every launch leaves zero again. One stream at a time may multiply on a device."""
+    return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+def _few_constants(config: Few, row_tiles: int) -> dict[str, int]:
+    constants = {"ROWS": config.rows, "ROW_TILES": row_tiles, "WARPS": config.num_warps}
+    pieces = 2 if config.num_warps * config.rows > 128 else 1
+    return constants | ({"SPAN": config.span, "OUTS": config.outs} if config.span else {"PIECES": pieces})
+
+
+def _in_parts(
     x_TI: Tensor, quantised: Sequence[Tensor], bias_O: Tensor | None, y_TO: Tensor, deterministic: bool
 ) -> None:
     num_rows, out_features = y_TO.shape
     in_features = x_TI.shape[1]
     x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
     major = _major(x_TI.device)
-    config = _config(MAX_ROWS if deterministic else num_rows, major)
+    config = _config(MAX_ROWS if deterministic else num_rows)
     tiles = triton.cdiv(out_features, config.outs)
     num_splits = _splits(tiles * config.num_warps, in_features // 64, _MULTIPROCESSORS.get(major, 148))
     sums_STO = y_TO
@@ -351,33 +394,22 @@ def _deal(value, ROWS: tl.constexpr):
     )
 
 
-def candidates(kind: str) -> Iterator[Config | One | Flat]:
+def candidates(kind: str) -> Iterator[Config | Few | Flat]:
     """Configurations worth timing for a product with so many rows, or to "dequantize"."""
     rows = 0 if kind == "dequantize" else int(kind)
     if not rows:
         yield from (Flat(32 * num_warps * each, num_warps) for num_warps in (2, 4, 8) for each in (1, 2, 4, 8))
-    elif rows == 1:
-        for outs, halves, num_warps, per_sm in _ONE_CUTS:
-            yield One(outs, halves, num_warps, per_sm)
-        yield Config(rows=16, outs=64, unroll=1, num_warps=2, num_stages=6)
-    else:
-        padded = max(16, triton.next_power_of_2(rows))
-        for outs, num_warps in ((32, 2), (64, 2), (64, 4), (128, 4), (128, 8)):
-            for unroll, num_stages in ((1, 4), (1, 6), (2, 3), (2, 4)):
-                if padded * outs // num_warps <= 1024:  # more sums a thread spill
-                    yield Config(padded, outs, unroll, num_warps, num_stages)
-
-
-_ONE_CUTS = (
-    (4, 128, 4, 4), (8, 128, 4, 3), (8, 128, 4, 4), (8, 128, 4, 5), (16, 128, 4, 3), (16, 128, 4, 4), (8, 128, 4, 100),
-    (16, 128, 4, 100), (4, 64, 2, 8), (8, 64, 2, 6), (8, 64, 2, 8), (16, 64, 2, 6), (8, 256, 8, 2), (4, 256, 8, 3),
-    (8, 64, 4, 4), (16, 64, 4, 4), (4, 128, 4, 6), (2, 128, 4, 8),
-)  # fmt: skip
-"""Outputs a tile, half blocks at a time, warps, programs a multiprocessor."""
+        return
+    padded = max(4, triton.next_power_of_2(rows))
+    for span, outs, (num_warps, per_sm) in product(
+        (0, 1, 2), (16, 32, 64), ((2, 6), (4, 2), (4, 3), (4, 4), (8, 1), (8, 2))
+    ):
+        if padded * max(span, 1) % 8 == 0 and padded * outs * span <= 2048 and (span or outs == 16):
+            yield Few(padded, span, outs, num_warps, per_sm)
 
 
 @contextmanager
-def override(config: Config | One | Flat) -> Iterator[None]:
+def override(config: Config | Few | Flat) -> Iterator[None]:
     """Takes one configuration for what it is for, for the calls inside."""
     _override.append(config)
     try:
@@ -390,10 +422,31 @@ def _overridden(kind: type[C]) -> C | None:
     return next((config for config in reversed(_override) if isinstance(config, kind)), None)
 
 
-def _config(num_rows: int, major: int) -> Config:
+def _config(num_rows: int) -> Config:
     if config := _overridden(Config):
         return config
-    return CONFIGS[min(64, max(16, triton.next_power_of_2(num_rows))), min(major, 9)]
+    return CONFIGS[min(64, max(16, triton.next_power_of_2(num_rows)))]
+
+
+def _few(num_rows: int, out_features: int, in_features: int, x_TI: Tensor) -> Few | None:
+    """The configuration for a product in steps, None where it is better done in parts."""
+    if _overridden(Config) or in_features < _LEAST_INPUTS or (x_TI.is_cuda and x_TI.itemsize != 2):
+        return None
+    config = _overridden(Few) or FEW[min(most for most in FEW if most >= num_rows)]
+    if in_features % 128 and config.span == 2:
+        config = replace(config, span=1, rows=max(config.rows, 8))
+    if _overridden(Few) or num_rows <= 8:
+        return config
+    _, num_tiles, num_programs = _cut(config, num_rows, out_features, in_features, x_TI.device)
+    return config if _major(x_TI.device) == 9 and num_programs <= _MOST_SHARES * num_tiles else None
+
+
+def _cut(config: Few, num_rows: int, out_features: int, in_features: int, device: torch.device) -> tuple[int, int, int]:
+    """Tiles of rows, tiles and programs."""
+    row_tiles = triton.cdiv(num_rows, config.rows)
+    num_tiles = row_tiles * triton.cdiv(out_features, config.num_warps * config.outs)
+    num_steps = num_tiles * (in_features // (64 * max(config.span, 1)))
+    return row_tiles, num_tiles, min(config.per_sm * _MULTIPROCESSORS.get(_major(device), 148), num_steps)
 
 
 def _splits(num_warps: int, blocks: int, multiprocessors: int) -> int:
@@ -409,11 +462,12 @@ def _splits(num_warps: int, blocks: int, multiprocessors: int) -> int:
     return min(range(1, max(1, min(16, blocks // 8)) + 1), key=cost)
 
 
+@cache
 def _major(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
-def specimens() -> Iterator[Specimen]:
+def specimens(capability: int) -> Iterator[Specimen]:
     """Dequantise and multiply at a Llama-3.1-8B feed-forward shape."""
     quantised = {"code": "*u8", "absmax": "*u8"}
     quantised |= dict.fromkeys(("absmax_code", "absmax_scale", "absmax_offset"), "*fp32")
@@ -422,19 +476,21 @@ def specimens() -> Iterator[Specimen]:
         signature = {**quantised, "code": "*i32", "weight": dtype, "num_elements": "i32"}
         signature |= dict.fromkeys(constants, "constexpr")
         yield Specimen(_dequantize, signature, constants, num_warps=FLAT.num_warps, num_stages=1)
-        for (rows, major), config in CONFIGS.items():
-            if major != 9:
-                continue
+        for rows, config in CONFIGS.items():
             constants = {"OUT": 4096, "IN": 14336, "ROWS": rows, "OUTS": config.outs, "SPLITS": 4}
             constants |= {"UNROLL": config.unroll, "HAS_BIAS": False, "PERMUTE": True}
             pointers = {"x": dtype, **quantised, "code": "*i16", "bias": dtype, "sums": "*fp32"}
             signature = {**pointers, "num_rows": "i32", "x_stride": "i32", **dict.fromkeys(constants, "constexpr")}
             yield Specimen(_linear, signature, constants, config.num_warps, config.num_stages)
-        constants = {"OUT": 28672, "IN": 4096, "OUTS": ONE.outs, "HALVES": ONE.halves}
-        constants |= {"HAS_BIAS": False, "ON_GPU": True}
-        signature = {"x": dtype, **quantised, "code": "*i32", "bias": dtype, "y": dtype}
-        signature |= dict.fromkeys(constants, "constexpr")
-        yield Specimen(one, signature, constants, ONE.num_warps, num_stages=1)
+        for config in FEW.values():
+            if config.rows > 8 and capability != 90:
+                continue
+            constants = {"OUT": 28672, "IN": 4096, **_few_constants(config, 1)}
+            constants |= {"HAS_BIAS": False, "TABLE": True, "DEPENDENT": capability >= 90}
+            pointers = {"x": dtype, **quantised, "code": "*i16", "bias": dtype, "y": dtype, "sums": "*fp32"}
+            signature = {**pointers, "arrived": "*i32", "num_rows": "i32", "x_stride": "i32:16"}
+            signature |= dict.fromkeys(constants, "constexpr")
+            yield Specimen(few if config.span else wide, signature, constants, config.num_warps, num_stages=1)
     constants = {"OUT": 4096, "SPLITS": 4, "HAS_BIAS": True, "BLOCK": _ADD}
     signature = {"sums": "*fp32", "bias": "*bf16", "y": "*bf16", "num_rows": "i32"}
     yield Specimen(_add_splits, signature | dict.fromkeys(constants, "constexpr"), constants, num_warps=4, num_stages=1)

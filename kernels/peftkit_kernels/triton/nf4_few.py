@@ -1,0 +1,206 @@
+"""A product of NF4 weights with a few rows of x, in steps of some outputs × one or two blocks of inputs.
+
+Everything goes from memory straight to the registers where the tensor cores want it, without a barrier. A lane takes 8
+or 16 bytes of an output's codes and its three neighbours what follows them, as a tall operand of 16 × 16 lies in
+registers if weights may come in another order; and x is loaded in that order, each lane what belongs to its codes. So
+the permutations below move nothing: they say which weight a register's place in the product stands for. In another
+layout than the one that they are made for they would be as correct, and slow.
+
+Of two blocks (SPAN 2) each has every other column of the product, where x is zero for the other block's weights: a
+scale belongs to the sum over one block.
+
+The steps of all tiles are one row, cut evenly over programs that stay. Where several have a share of a tile, each
+leaves its sum in memory, and the one that finishes the tile, by an atomic counter, adds them up in their order.
+"""
+# pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from peftkit_kernels.triton.nf4_table import fill_levels, fill_scales, pair_levels, scale_code
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def few(
+    x, code, absmax, absmax_code, absmax_scale, absmax_offset, bias, y, sums, arrived, num_rows, x_stride,
+    OUT: tl.constexpr, IN: tl.constexpr, ROWS: tl.constexpr, ROW_TILES: tl.constexpr, SPAN: tl.constexpr,
+    WARPS: tl.constexpr, OUTS: tl.constexpr, HAS_BIAS: tl.constexpr, TABLE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A tile has OUTS outputs for each warp and ROWS rows of x; a step, SPAN blocks of it. x is read through L1."""
+    depth: tl.constexpr = IN // 64 // SPAN
+    steps: tl.constexpr = (OUT + WARPS * OUTS - 1) // (WARPS * OUTS) * ROW_TILES * depth
+    first, last, column = begin(code, x, steps, depth, ROW_TILES, OUT, IN, SPAN, WARPS, OUTS, TABLE, DEPENDENT)
+    packed, byte = codes(code, absmax, first // depth // ROW_TILES, first % depth, OUT, IN, SPAN, WARPS, OUTS)
+    offset = tl.load(absmax_offset)
+    column, scales = fill_scales(absmax_code, column, TABLE)
+    total = tl.zeros((WARPS, OUTS, ROWS * SPAN), tl.float32)
+    for step in range(first, last):
+        ahead = tl.minimum(step + 1, last - 1)
+        next_packed, next_byte = codes(
+            code, absmax, ahead // depth // ROW_TILES, ahead % depth, OUT, IN, SPAN, WARPS, OUTS
+        )
+        tile, part = step // depth, step % depth
+        inputs = _inputs(x, x_stride, tile % ROW_TILES * ROWS, part, num_rows, ROWS, SPAN, WARPS)
+        w0, w1, w2, w3 = pair_levels(packed, column, x.dtype.element_ty, TABLE)
+        weights = tl.join(tl.join(w0, w1), tl.join(w2, w3))
+        weights = tl.reshape(weights, (WARPS, OUTS, 2 * SPAN, 4, 2, 2, 2))  # …, word, lane, i, q in two bits
+        weights = tl.reshape(tl.permute(weights, (0, 1, 2, 5, 3, 6, 4)), (WARPS, OUTS, 64 * SPAN))
+        product = tl.dot(weights, inputs, input_precision="ieee")
+        total += product * factor(
+            absmax_scale, byte, offset, scales, absmax_code, tile // ROW_TILES, part, OUT, IN, ROWS, SPAN, WARPS, OUTS,
+            TABLE,
+        )  # fmt: skip
+        if (part == depth - 1) | (step == last - 1):
+            value = tl.sum(tl.reshape(total, (WARPS, OUTS, ROWS, SPAN)), axis=3)
+            finish(
+                value, bias, y, sums, arrived, num_rows, tile, steps, depth, 0, 1, OUT, ROWS, ROW_TILES, WARPS, OUTS,
+                HAS_BIAS,
+            )  # fmt: skip
+            total = tl.zeros((WARPS, OUTS, ROWS * SPAN), tl.float32)
+        packed, byte = next_packed, next_byte
+
+
+@triton.jit
+def _inputs(x, x_stride, first_row, part, num_rows, ROWS: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr):
+    """x of a step as the other operand, (warps, 64 × SPAN, columns)."""
+    words: tl.constexpr = 2 * SPAN
+    cols: tl.constexpr = ROWS * SPAN
+    place, element = tl.arange(0, cols * WARPS * words)[:, None], tl.arange(0, 32)[None, :]
+    column = place // (8 * WARPS * words) * 8 + place % 8
+    word, lane = place // (8 * WARPS) % words, element // 8
+    row = first_row + column // SPAN
+    inside = row < num_rows
+    if SPAN > 1:
+        inside = inside & (lane * SPAN // 4 == column % SPAN)
+    at = x + row.to(tl.int64) * x_stride + (part * (64 * SPAN) + lane * (16 * SPAN) + word * 8 + element % 8)
+    value = tl.load(tl.max_contiguous(at, [1, 8]), mask=tl.broadcast_to(inside, at.shape), other=0.0)
+    value = tl.reshape(value, (cols // 8, words, WARPS, 8, 4, 2, 2, 2))  # …, lane, q in two bits, i
+    return tl.reshape(tl.permute(value, (2, 1, 6, 4, 5, 7, 0, 3)), (WARPS, 64 * SPAN, cols))
+
+
+@triton.jit
+def begin(
+    code, x, steps: tl.constexpr, depth: tl.constexpr, ROW_TILES: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr,
+    SPAN: tl.constexpr, WARPS: tl.constexpr, OUTS: tl.constexpr, TABLE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """The program's share of the steps, and the table of levels; at the end it is this kernel's turn."""
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    first, last = program * steps // num_programs, (program + 1) * steps // num_programs
+    column = 0
+    if DEPENDENT:
+        run = tl.arange(0, 4) * (4 * SPAN)
+        at = _code_at(code, first // depth // ROW_TILES, first % depth, run, 1, OUT, IN, SPAN, WARPS, OUTS)
+        tl.inline_asm_elementwise(  # only to L2, as nothing may be read yet
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+        )
+    if TABLE:
+        column = fill_levels(x.dtype.element_ty)
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    return first, last, column
+
+
+@triton.jit
+def codes(
+    code, absmax, tile, part,
+    OUT: tl.constexpr, IN: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr, OUTS: tl.constexpr,
+):  # fmt: skip
+    """Codes of a step as the tall operand, (warps, outputs, 16-bit units), and its scales' codes."""
+    depth: tl.constexpr = IN // 64 // SPAN
+    unit = tl.arange(0, 16 * SPAN)
+    packed = tl.load(_code_at(code, tile, part, unit, 4 * SPAN, OUT, IN, SPAN, WARPS, OUTS))
+    packed = tl.reshape(packed, (OUTS // 8, WARPS, 8, 4, 2 * SPAN, 2))  # …, lane, word, half a word
+    packed = tl.reshape(tl.permute(packed, (1, 0, 2, 4, 3, 5)), (WARPS, OUTS, 16 * SPAN))
+    at = absmax
+    if SPAN == 2:
+        at = absmax.to(tl.pointer_type(tl.uint16), bitcast=True)
+    out, group = _outs(tile, OUT, WARPS, OUTS)
+    return packed, tl.load(at + (out * depth + part) + group * depth)
+
+
+@triton.jit
+def _code_at(
+    code, tile, part, unit, RUN: tl.constexpr,
+    OUT: tl.constexpr, IN: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr, OUTS: tl.constexpr,
+):  # fmt: skip
+    """Where 16-bit units of a step are, RUN in a row: (groups of 8 outputs × warps × 8 outputs, units)."""
+    place, unit = tl.arange(0, WARPS * OUTS)[:, None], unit[None, :]
+    group = place // (8 * WARPS)
+    out = (tile * WARPS + place // 8 % WARPS) * OUTS + place % 8
+    if OUT * IN // 4 >= 1 << 31:
+        out = out.to(tl.int64)
+    if OUT % (WARPS * OUTS):  # a ragged tile reads the last row again: no masks
+        at = code + tl.minimum(out + group * 8, OUT - 1) * (IN // 4) + (part * (16 * SPAN) + unit)
+    else:
+        at = code + out * (IN // 4) + (part * (16 * SPAN) + unit) + group * (2 * IN)
+    return tl.max_contiguous(at, [1, RUN])
+
+
+@triton.jit
+def _outs(tile, OUT: tl.constexpr, WARPS: tl.constexpr, OUTS: tl.constexpr):
+    """The outputs of a tile in two summands, (groups of 8 outputs × warps × 8 outputs × 4 lanes that share one)."""
+    place = tl.arange(0, WARPS * OUTS * 4)
+    group = place // (32 * WARPS) * 8
+    out = (tile * WARPS + place // 32 % WARPS) * OUTS + place // 4 % 8
+    if OUT % (WARPS * OUTS):
+        out, group = tl.minimum(out + group, OUT - 1), group * 0
+    return out, group
+
+
+@triton.jit
+def factor(
+    absmax_scale, byte, offset, scales, absmax_code, tile, part,
+    OUT: tl.constexpr, IN: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr,
+    OUTS: tl.constexpr, TABLE: tl.constexpr,
+):  # fmt: skip
+    """Scales of a step's sums, (warps, outputs, columns)."""
+    out, group = _outs(tile, OUT, WARPS, OUTS)
+    if IN % 2048 == 0:  # then eight outputs on are whole groups of 256 blocks on
+        at = (out * (IN // 64) + part * SPAN >> 8) + (group * (IN // 64) >> 8)
+    else:
+        at = (out + group) * (IN // 64) + part * SPAN >> 8
+    nested, byte = tl.load(absmax_scale + at), byte.to(tl.int32)
+    even = scale_code(byte & 255, scales, absmax_code, TABLE) * nested + offset
+    odd = even
+    if SPAN == 2:
+        odd = scale_code(byte >> 8, scales, absmax_code, TABLE) * nested + offset
+    value = tl.reshape(tl.join(even, odd), (OUTS // 8, WARPS, 8, 8))
+    value = tl.reshape(tl.permute(value, (1, 0, 2, 3)), (WARPS, OUTS, 1, 8))
+    value = tl.broadcast_to(value, (WARPS, OUTS, ROWS * SPAN // 8, 8))
+    return tl.reshape(value, (WARPS, OUTS, ROWS * SPAN))
+
+
+@triton.jit
+def finish(
+    value, bias, y, sums, arrived, num_rows, tile, steps: tl.constexpr, depth: tl.constexpr, piece: tl.constexpr,
+    PIECES: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, ROW_TILES: tl.constexpr, WARPS: tl.constexpr,
+    OUTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Stores outputs of one of PIECES of a tile, (warps, outputs, rows), or this program's share of their sums."""
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    first = ((tile * depth + 1) * num_programs - 1) // steps
+    final = ((tile * depth + depth) * num_programs - 1) // steps
+    inside = tl.arange(0, WARPS)[:, None] * OUTS + tl.arange(0, OUTS)[None, :]
+    out = (tile // ROW_TILES * (WARPS * OUTS) + inside)[:, :, None]
+    column = tl.arange(0, ROWS)[None, None, :]
+    row = (tile % ROW_TILES * PIECES + piece) * ROWS + column
+    at = sums + inside[:, :, None] + column * (WARPS * OUTS)
+    mask = (out < OUT) & (row < num_rows)
+    finished = first == final
+    if first != final:  # a program shares its first tile with those before it, its last with those behind
+        slot = (program * 2 + (program == first).to(tl.int32)) * PIECES + piece
+        tl.store(at + slot * (ROWS * WARPS * OUTS), value, mask=mask)
+        tl.debug_barrier()  # every thread's stores before the one that counts
+        if tl.atomic_add(arrived + tile * PIECES + piece, 1, sem="acq_rel") == final - first:
+            tl.store(arrived + tile * PIECES + piece, 0)
+            value = tl.zeros((WARPS, OUTS, ROWS), tl.float32)
+            for other in range(first, final + 1):
+                slot = (other * 2 + (other == first).to(tl.int32)) * PIECES + piece
+                value += tl.load(at + slot * (ROWS * WARPS * OUTS), mask=mask, other=0.0, cache_modifier=".cg")
+            finished = True
+    if finished:
+        if HAS_BIAS:
+            value += tl.load(bias + out, mask=out < OUT, other=0.0).to(tl.float32)
+        tl.store(y + row.to(tl.int64) * OUT + out, value.to(y.dtype.element_ty), mask=mask)
