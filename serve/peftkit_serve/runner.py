@@ -36,7 +36,8 @@ from peftkit_serve.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
 
-_WARM_UP_TOKENS = (2, 17, 40, 65, 200, 257, 300, 1025)  # of steps that between them meet every kernel's configurations
+# of steps that between them meet every kernel's configurations
+_WARM_UP_TOKENS = (2, 7, 12, 17, 40, 65, 200, 257, 300, 1025)
 _WARM_UP_REQUESTS = (1, 17, 40)  # of steps of single tokens, likewise: products of few rows, those of the logits too
 _BARE, _LORA, _ALL = Extras(False, False, False), Extras(False, False, False), Extras(True, True, False)
 _GREEDY = Sample(SamplingParams(temperature=0.0), 0, 0)
