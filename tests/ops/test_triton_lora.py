@@ -168,6 +168,19 @@ def test_many_rows_in_large_tiles_with_all_projections_in_one_program(seed: int,
         check(make_case([(1, 70), (0, 3), (1, 64)], [[2, 20], [0, 8], [18, 1]], 80, (40, 16, 16)), interpreted)
 
 
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize(("rows", "block_n", "blocks"), [(16, 16, 2), (16, 32, 1), (64, 16, 4)])
+def test_programs_that_walk_over_their_columns(
+    seed: int, interpreted: ModuleType, aligned: bool, rows: int, block_n: int, blocks: int
+) -> None:
+    walk = replace(interpreted.CONFIGS["long", 90], block_k=32)
+    cuts = replace(walk, expand_rows=rows, block_n=block_n, blocks=blocks)
+    ranks = [[1, 0, 40, 8], [16, 0, 5, 0], [0, 3, 20, 1]]
+    with interpreted.override(cuts):
+        counts = [(0, 1), (1, 0), (2, rows + 2), (3, 2)]
+        check(make_case(counts, ranks, 40, (200, 16, 24), aligned=aligned), interpreted)
+
+
 def test_a_share_of_several_steps(seed: int, interpreted: ModuleType) -> None:
     cuts = replace(interpreted.CONFIGS["few", 90], block_k=16, splits=3, block_n=16)
     assert cuts.steps(100) == (3, 3)
@@ -186,10 +199,17 @@ def test_no_more_rows_than_segments(seed: int, interpreted: ModuleType, aligned:
             check(make_case(counts, ranks, 64, (48, 16, 24), aligned=aligned), interpreted)
 
 
+def test_many_rows_or_columns_go_to_the_cuts_that_were_quickest() -> None:
+    assert [kind_of("lora", rows, 8, columns=columns) for rows in (64, 1024, 2048) for columns in (0.3, 1.5, 7)] == [
+        *("few", "few", "wide"), *("walk", "walk", "walk"), *("deep", "long", "long"),
+    ]  # fmt: skip
+    assert [kind_of("bottleneck", rows, 8) for rows in (64, 1024, 2048)] == ["few", "some", "many"]
+
+
 def test_single_rows_go_to_the_cuts_that_were_quickest() -> None:
     assert [kind_of("lora", 1, 1), kind_of("bottleneck", 1, 1)] == ["group", "one"]
     assert {kind_of(operation, 64, 64) for operation in get_args(Operation)} == {"each"}
-    assert {kind_of(operation, 257, 512) for operation in get_args(Operation)} == {"some"}
+    assert [kind_of(operation, 257, 512) for operation in ("lora", "bottleneck")] == ["walk", "some"]
     assert {kind_of(operation, 1, 1, deterministic=True) for operation in get_args(Operation)} == {"steady"}
 
 
@@ -254,7 +274,9 @@ def test_a_graph_follows_its_tables(seed: int, compiled: ModuleType) -> None:
 def test_lengths_compile_nothing_new(seed: int, compiled: ModuleType) -> None:
     def count() -> int:
         return sum(
-            len(cache[0]) for kernel in (compiled._shrink, compiled._expand) for cache in kernel.device_caches.values()
+            len(cache[0])
+            for kernel in (compiled._shrink, compiled._expand, compiled.expand_walk)
+            for cache in kernel.device_caches.values()
         )
 
     warm, lengths = (

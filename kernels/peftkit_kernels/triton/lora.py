@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from peftkit_kernels.segments import MAX_RANK
 from peftkit_kernels.triton.compile import Specimen
+from peftkit_kernels.triton.lora_walk import expand_walk
 from peftkit_kernels.triton.segmented import (
     CONFIGS,
     Config,
@@ -60,7 +61,10 @@ def grouped_lora(
     tables = (offset_a_PS, offset_b_PS, rank_PS, scale_PS, offset_c_PS)
     assert all(table.is_contiguous() for table in tables), "tables are contiguous"
     num_projections, features = len(out_features), x_TI.shape[1]
-    cuts = _for_columns(_config("lora", num_rows, num_segments, deterministic, y_TO.device), features, out_features)
+    columns = sum(out_features) / features
+    cuts = _config("lora", num_rows, num_segments, deterministic, y_TO.device, columns)
+    if cuts.shrink_rows == 1 and columns >= 4:  # fewer shares, as each of the many programs of expand adds all up
+        cuts = replace(cuts, splits=max(1, cuts.splits // 2))
     _, shares = cuts.steps(features)
     inner = torch.empty((shares, num_rows, num_projections, MAX_RANK), dtype=torch.float32, device=y_TO.device)
     rows = (row_X, segment_start_G1, segment_slot_G)
@@ -69,15 +73,22 @@ def grouped_lora(
     launch = {"launch_pdl": True} if pdl else {}
     constants = _shrink_constants(cuts, num_projections, features, pdl)
     tiles = tiles_of(num_rows, num_segments, cuts.shrink_rows)
+    # without launch_pdl: expand reads y before it waits for shrink, so what wrote y must have ended when shrink begins
     _shrink[(tiles, shares * (num_projections // constants["TOGETHER"]))](
         x_TI, weights, *rows, offset_a_PS, rank_PS, inner, *sizes, features, x_TI.stride(0), **constants,
-        num_warps=cuts.shrink_warps, num_stages=cuts.shrink_stages,
+        num_warps=cuts.shrink_warps,
     )  # fmt: skip
     tiles = tiles_of(num_rows, num_segments, cuts.expand_rows)
+    into = (y_TO, weights, *rows, offset_b_PS, rank_PS, scale_PS, offset_c_PS, inner, *sizes, y_TO.stride(0))
+    if cuts.blocks:
+        blocks = _blocks(cuts, out_features)
+        walks = sum(triton.cdiv(out, cuts.block_n * blocks) for out in out_features)
+        constants = _walk_constants(cuts, out_features, shares, pdl)
+        expand_walk[(tiles, walks)](*into, blocks, **constants, num_warps=cuts.expand_warps, **launch)
+        return y_TO
     _expand[(tiles, sum(triton.cdiv(out, cuts.block_n) for out in out_features))](
-        y_TO, weights, *rows, offset_b_PS, rank_PS, scale_PS, offset_c_PS, inner, *sizes, y_TO.stride(0),
-        **_expand_constants(cuts, out_features, shares, pdl),
-        num_warps=cuts.expand_warps, num_stages=cuts.expand_stages, **launch,
+        *into, **_expand_constants(cuts, out_features, shares, pdl), num_warps=cuts.expand_warps,
+        num_stages=cuts.expand_stages, **launch,
     )  # fmt: skip
     return y_TO
 
@@ -87,7 +98,7 @@ def _shrink(
     x, weights, row, start, slot, offset_a, rank, inner, num_rows, num_segments, num_slots, features, x_stride,
     PROJECTIONS: tl.constexpr, TOGETHER: tl.constexpr, PADDED: tl.constexpr, MAX_RANK: tl.constexpr,
     SHARES: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One share of the features of one tile, for TOGETHER projections: inner (SHARES, X, PROJECTIONS, MAX_RANK)."""
     if PDL:
@@ -110,20 +121,20 @@ def _shrink(
     features_left = features - k0
     into = inner + ((share * num_rows + first).to(tl.int64) * PROJECTIONS + p0) * MAX_RANK
     if aligned:
-        if largest <= 16:
+        if (largest <= 16) & (BLOCK_R > 16):  # one branch where both are the same, as each has its own shared memory
             _shares_of(
                 x, weights, offset_a, rank, into, rows, live, s, p0, largest, num_slots, features, features_left,
-                x_stride, PROJECTIONS, TOGETHER, PADDED, MAX_RANK, STEPS, BLOCK_M, BLOCK_K, 16, True,
+                x_stride, PROJECTIONS, TOGETHER, PADDED, MAX_RANK, STEPS, BLOCK_M, BLOCK_K, 16, STAGES, True,
             )  # fmt: skip
         else:
             _shares_of(
                 x, weights, offset_a, rank, into, rows, live, s, p0, largest, num_slots, features, features_left,
-                x_stride, PROJECTIONS, TOGETHER, PADDED, MAX_RANK, STEPS, BLOCK_M, BLOCK_K, BLOCK_R, True,
+                x_stride, PROJECTIONS, TOGETHER, PADDED, MAX_RANK, STEPS, BLOCK_M, BLOCK_K, BLOCK_R, STAGES, True,
             )  # fmt: skip
     else:
         _shares_of(
             x, weights, offset_a, rank, into, rows, live, s, p0, largest, num_slots, features, features_left,
-            x_stride, PROJECTIONS, TOGETHER, PADDED, MAX_RANK, STEPS * BLOCK_K // 16, BLOCK_M, 16, 16, False,
+            x_stride, PROJECTIONS, TOGETHER, PADDED, MAX_RANK, STEPS * BLOCK_K // 16, BLOCK_M, 16, 16, 1, False,
         )  # fmt: skip
 
 
@@ -131,7 +142,8 @@ def _shrink(
 def _shares_of(
     x, weights, offset_a, rank, into, rows, live, s, p0, largest, num_slots, features, features_left, x_stride,
     PROJECTIONS: tl.constexpr, TOGETHER: tl.constexpr, PADDED: tl.constexpr, MAX_RANK: tl.constexpr,
-    STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, ALIGNED: tl.constexpr,
+    STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Rank after rank in one loop, so that the loads of the next are under way: BLOCK_R of each projection a step."""
     n = tl.arange(0, PADDED * BLOCK_R)
@@ -146,7 +158,7 @@ def _shares_of(
     m = tl.arange(0, BLOCK_M)
     into_rows = into + m[:, None] * (PROJECTIONS * MAX_RANK) + (p * MAX_RANK + r)[None, :]
     acc = tl.zeros((BLOCK_M, PADDED * BLOCK_R), dtype=tl.float32)
-    for i in range(0, tl.cdiv(largest, BLOCK_R) * STEPS):
+    for i in tl.range(0, tl.cdiv(largest, BLOCK_R) * STEPS, num_stages=STAGES):
         r0, kk = i // STEPS * BLOCK_R, i % STEPS * BLOCK_K + k
         inside, wanted = kk < features_left, r0 + r < ranks
         x_MK = tl.load(x_rows + kk[None, :], mask=live[:, None] & inside[None, :], other=0.0)
@@ -192,7 +204,7 @@ def _expand(
     rescaling_at = weights + rescaling
     if offset % 8 == 0:
         aligned = weights + offset // 8 * 8  # tells the compiler of 16-byte loads
-        if r <= 16:
+        if (r <= 16) & (BLOCK_R > 16):
             _update(
                 y, aligned, rescaling_at, inner, count, r, n0, out, weight, rescaling, share_stride,
                 PROJECTIONS * MAX_RANK, SHARES, PADDED, BLOCK_M, BLOCK_N, 16, PDL,
@@ -238,11 +250,10 @@ def _update(
     tl.store(y + n[:, None], total.to(value.dtype), mask=mask)
 
 
-def _for_columns(cuts: Config, features: int, out_features: tuple[int, ...]) -> Config:
-    """Half the shares where single rows meet many columns, as each program of expand adds all shares up."""
-    if cuts.shrink_rows > 1 or sum(out_features) < 4 * features:
-        return cuts
-    return replace(cuts, splits=max(1, cuts.splits // 2))
+def _blocks(cuts: Config, out_features: tuple[int, ...]) -> int:
+    """Blocks of a walk, a power of two: fewer where a tile would have less than some six walks."""
+    walks = sum(triton.cdiv(out, cuts.block_n) for out in out_features) // 6
+    return min(cuts.blocks, 1 << max(walks, 1).bit_length() - 1)
 
 
 def _shrink_constants(cuts: Config, num_projections: int, features: int, pdl: bool) -> dict[str, int | bool]:
@@ -259,6 +270,7 @@ def _shrink_constants(cuts: Config, num_projections: int, features: int, pdl: bo
         "BLOCK_M": cuts.shrink_rows,
         "BLOCK_K": cuts.block_k,
         "BLOCK_R": cuts.shrink_ranks,
+        "STAGES": cuts.shrink_stages,
         "PDL": pdl,
     }
 
@@ -277,6 +289,12 @@ def _expand_constants(cuts: Config, out_features: tuple[int, ...], shares: int, 
     }
 
 
+def _walk_constants(cuts: Config, out_features: tuple[int, ...], shares: int, pdl: bool) -> dict[str, object]:
+    constants = _expand_constants(cuts, out_features, shares, pdl)
+    del constants["PADDED"]
+    return {**constants, "STEP_N": min(cuts.block_n, 64), "STAGES": cuts.expand_stages}
+
+
 def specimens(capability: int) -> Iterator[Specimen]:
     """q, k, v of Llama 8B in every kind of call; its down projection at few rows."""
     uses: list[tuple[Kind, str, tuple[int, ...], int]]
@@ -291,8 +309,14 @@ def specimens(capability: int) -> Iterator[Specimen]:
         signature = {**first, **sizes, "features": "i32:16", "x_stride": "i32:16"}
         signature |= dict.fromkeys(constants, "constexpr")
         yield Specimen(_shrink, signature, constants, cuts.shrink_warps, cuts.shrink_stages)
-        constants = _expand_constants(cuts, out, cuts.steps(features)[1], capability >= 90)
+        shares = cuts.steps(features)[1]
         second = {"offset_b": "*i64", "rank": "*i32", "scale": "*fp32", "offset_c": "*i64", "inner": "*fp32"}
         signature = {"y": dtype, "weights": dtype, **tables, **second, **sizes, "y_stride": "i32:16"}
-        signature |= dict.fromkeys(constants, "constexpr")
-        yield Specimen(_expand, signature, constants, cuts.expand_warps, cuts.expand_stages)
+        if cuts.blocks:
+            constants = _walk_constants(cuts, out, shares, capability >= 90)
+            signature |= {"blocks": "i32", **dict.fromkeys(constants, "constexpr")}
+            yield Specimen(expand_walk, signature, constants, cuts.expand_warps)
+        else:
+            constants = _expand_constants(cuts, out, shares, capability >= 90)
+            signature |= dict.fromkeys(constants, "constexpr")
+            yield Specimen(_expand, signature, constants, cuts.expand_warps, cuts.expand_stages)

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-Kind = Literal["one", "each", "group", "few", "crowd", "some", "many", "steady"]
+Kind = Literal["one", "each", "group", "few", "wide", "crowd", "some", "many", "walk", "long", "deep", "steady"]
 Operation = Literal["lora", "bottleneck"]
 
 
@@ -45,6 +45,8 @@ class Config:
     expand_ranks: int
     expand_warps: int
     expand_stages: int
+    blocks: int = 0
+    """Most blocks of columns that a program of a LoRA's expand walks over; 0 for a program a block."""
     together: bool = False
     """Whether a program of shrink has all projections, so that their input is read once."""
 
@@ -60,17 +62,25 @@ CONFIGS: Mapping[tuple[Kind, int], Config] = MappingProxyType(
         ("each", 80): Config(1, 512, 8, 16, 4, 1, 1, 512, 16, 4, 1),
         ("group", 80): Config(16, 256, 16, 32, 4, 2, 8, 128, 32, 4, 2),
         ("few", 80): Config(16, 512, 8, 16, 4, 2, 8, 256, 32, 4, 2),
+        ("wide", 80): Config(16, 512, 8, 16, 4, 2, 8, 256, 32, 4, 2),
         ("crowd", 80): Config(16, 512, 16, 16, 4, 1, 8, 512, 16, 4, 1),
         ("some", 80): Config(32, 128, 4, 16, 4, 3, 32, 128, 32, 4, 2, together=True),
         ("many", 80): Config(64, 64, 4, 16, 4, 3, 64, 128, 32, 4, 2, together=True),
+        ("walk", 80): Config(32, 128, 4, 16, 4, 3, 32, 128, 32, 4, 2, together=True),
+        ("long", 80): Config(64, 64, 4, 16, 4, 3, 64, 128, 32, 4, 2, together=True),
+        ("deep", 80): Config(64, 64, 4, 16, 4, 3, 64, 128, 32, 4, 2, together=True),
         ("steady", 80): Config(16, 256, 8, 16, 4, 3, 16, 256, 16, 4, 2),
         ("one", 90): Config(1, 256, 16, 64, 4, 1, 1, 128, 64, 4, 1),
         ("each", 90): Config(1, 512, 8, 16, 4, 1, 1, 512, 16, 2, 1),
         ("group", 90): Config(16, 256, 16, 64, 4, 2, 8, 256, 32, 8, 1),
         ("few", 90): Config(16, 512, 8, 16, 4, 2, 8, 256, 32, 4, 2),
+        ("wide", 90): Config(16, 512, 8, 16, 4, 2, 16, 128, 32, 4, 3, blocks=4),
         ("crowd", 90): Config(16, 128, 8, 16, 2, 1, 8, 512, 16, 4, 1),
         ("some", 90): Config(32, 128, 4, 16, 4, 3, 32, 128, 16, 4, 1, together=True),
         ("many", 90): Config(64, 64, 4, 16, 4, 4, 32, 128, 16, 4, 1, together=True),
+        ("walk", 90): Config(32, 128, 4, 16, 4, 3, 32, 128, 32, 4, 3, together=True, blocks=4),
+        ("long", 90): Config(32, 128, 4, 16, 4, 3, 32, 128, 32, 4, 3, together=True, blocks=16),
+        ("deep", 90): Config(64, 128, 8, 16, 4, 3, 32, 128, 32, 4, 3, together=True, blocks=16),
         ("steady", 90): Config(16, 256, 8, 16, 4, 3, 16, 256, 16, 4, 2),
     }
 )
@@ -78,6 +88,9 @@ CONFIGS: Mapping[tuple[Kind, int], Config] = MappingProxyType(
 
 _ROWS = ((16, 256, 16, 64, 4, 2), (16, 512, 8, 16, 4, 2), (16, 64, 4, 16, 2, 4), (16, 128, 8, 16, 2, 1))
 _COLUMNS = ((8, 256, 32, 8, 1), (8, 256, 32, 4, 2), (8, 512, 16, 4, 1), (8, 128, 16, 4, 1), (16, 256, 16, 4, 1))
+_SHARES = ((32, 128, 4, 16, 4, 3), (32, 128, 8, 16, 4, 3), (64, 64, 4, 16, 4, 4), (64, 128, 8, 16, 4, 3))
+_TILES = ((16, 256, 16, 4, 1), (32, 128, 16, 4, 1), (32, 256, 16, 8, 1), (64, 64, 16, 4, 1), (64, 128, 16, 8, 1))
+_WALKS = ((32, 128, 32, 4, 3, 4), (32, 128, 32, 4, 3, 16), (64, 128, 32, 4, 3, 16), (64, 64, 32, 4, 3, 16))
 _WORTH_TIMING: Mapping[Kind, tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]] = MappingProxyType(
     {
         "one": (
@@ -90,15 +103,13 @@ _WORTH_TIMING: Mapping[Kind, tuple[Sequence[tuple[int, ...]], Sequence[tuple[int
         ),
         "group": (_ROWS, _COLUMNS),
         "few": (_ROWS, _COLUMNS),
+        "wide": (_ROWS, (*_COLUMNS, (16, 128, 32, 4, 3, 2), (16, 128, 32, 4, 3, 4), (16, 128, 32, 4, 3, 8))),
         "crowd": (_ROWS, _COLUMNS),
-        "some": (
-            ((16, 128, 8, 16, 4, 3), (32, 128, 4, 16, 4, 3), (32, 128, 8, 16, 4, 3), (32, 64, 4, 16, 4, 4)),
-            ((16, 256, 16, 4, 1), (32, 128, 16, 4, 1), (32, 256, 16, 8, 1), (32, 64, 16, 2, 1), (64, 64, 16, 4, 1)),
-        ),
-        "many": (
-            ((32, 128, 2, 16, 4, 4), (32, 128, 4, 16, 4, 3), (64, 64, 4, 16, 4, 4), (64, 128, 2, 16, 8, 3)),
-            ((16, 256, 16, 4, 1), (32, 128, 16, 4, 1), (32, 256, 16, 8, 1), (64, 64, 16, 4, 1), (64, 128, 16, 8, 1)),
-        ),
+        "some": (_SHARES, _TILES),
+        "many": (_SHARES, _TILES),
+        "walk": (_SHARES, _WALKS),
+        "long": (_SHARES, _WALKS),
+        "deep": (_SHARES, _WALKS),
         "steady": (_ROWS, _COLUMNS[-1:]),
     }
 )
@@ -112,18 +123,27 @@ def tiles_of(num_rows: int, num_segments: int, rows: int) -> int:
     return num_rows if rows == 1 else num_rows // rows + num_segments
 
 
-def kind_of(operation: Operation, num_rows: int, num_segments: int, deterministic: bool = False) -> Kind:
-    """The kind of a call, from shapes alone: a replayed graph has the cuts it was captured with."""
+def kind_of(
+    operation: Operation, num_rows: int, num_segments: int, deterministic: bool = False, columns: float = 1.0
+) -> Kind:
+    """The kind of a call, from shapes alone: a replayed graph has the cuts it was captured with.
+
+    columns: of y, for each feature of x.
+    """
     if deterministic:
         return "steady"
     if num_rows > 256:
-        return "some" if num_rows <= 1024 else "many"
+        if operation == "bottleneck":
+            return "some" if num_rows <= 1024 else "many"
+        return "walk" if num_rows <= 1024 else "long" if columns > 0.5 else "deep"
     if num_rows <= num_segments and num_rows > 4:
         return "each"
     if num_rows <= num_segments and operation == "bottleneck":  # a LoRA is quicker with tensor cores, as measured
         return "one"
     num_tiles = min(num_rows, num_rows // 16 + num_segments)
-    return "group" if num_tiles <= 4 else "few" if num_tiles <= 24 else "crowd"
+    if num_tiles <= 4:
+        return "group"
+    return "crowd" if num_tiles > 24 else "few" if columns < 4 else "wide"
 
 
 def cuts_of(kind: Kind, capability: int) -> Config:
@@ -131,12 +151,19 @@ def cuts_of(kind: Kind, capability: int) -> Config:
     return CONFIGS[kind, max((known for _, known in CONFIGS if known <= capability), default=80)]
 
 
-def config(operation: Operation, num_rows: int, num_segments: int, deterministic: bool, device: torch.device) -> Config:
+def config(
+    operation: Operation,
+    num_rows: int,
+    num_segments: int,
+    deterministic: bool,
+    device: torch.device,
+    columns: float = 1.0,
+) -> Config:
     """The cuts for a call."""
     override = _OVERRIDE.get()
     if override is not None and not deterministic:
         return override
-    return cuts_of(kind_of(operation, num_rows, num_segments, deterministic), capability_of(device))
+    return cuts_of(kind_of(operation, num_rows, num_segments, deterministic, columns), capability_of(device))
 
 
 def candidates(kind: Kind) -> Iterator[Config]:
