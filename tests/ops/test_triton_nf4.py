@@ -61,7 +61,7 @@ def test_dequantises_as_bitsandbytes_over_many_nested_scales(seed: int, interpre
 
 @pytest.mark.parametrize(
     ("rows", "out_features", "in_features"),
-    [(1, 70, 64), (3, 16, 576), (17, 5, 128), (2, 7, 96), (1, 150, 512), (33, 20, 320)],
+    [(1, 70, 64), (3, 16, 576), (17, 5, 128), (2, 7, 96), (1, 20, 256), (33, 20, 320)],
     ids=str,
 )
 def test_multiplies_by_decoded_weights(
@@ -140,7 +140,10 @@ def test_dequantises_as_bitsandbytes_on_a_gpu(seed: int, dtype: torch.dtype) -> 
 def test_multiplies_on_a_gpu(seed: int, assert_near: Near, dtype: torch.dtype, deterministic: bool) -> None:
     from peftkit_kernels.triton import nf4
 
-    shapes, counts = ((4096, 14336), (28672, 4096), (1537, 1536), (100, 64), (70, 96)), (1, 2, 3, 4, 5, 17, 33, 65, 200)
+    shapes, counts = (
+        ((4096, 14336), (28672, 4096), (1537, 1536), (100, 64), (70, 96)),
+        (1, 2, 3, 4, 5, 9, 17, 33, 65, 200),
+    )
     if dtype == torch.float32:  # products of full precision take long to compile
         shapes, counts = ((1537, 1536), (70, 96)), (1, 4, 5, 65)
     for out_features, in_features in shapes:

@@ -404,7 +404,7 @@ def candidates(kind: str) -> Iterator[Config | Few | Flat]:
     for span, outs, (num_warps, per_sm) in product(
         (0, 1, 2), (16, 32, 64), ((2, 6), (4, 2), (4, 3), (4, 4), (8, 1), (8, 2))
     ):
-        if padded * max(span, 1) % 8 == 0 and padded * outs * span <= 2048 and (span or outs == 16):
+        if padded * max(span, 1) % 8 == 0 and padded * span <= 16 and (span or outs == 16):
             yield Few(padded, span, outs, num_warps, per_sm)
 
 
