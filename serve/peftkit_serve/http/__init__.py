@@ -1,4 +1,4 @@
-"""The HTTP service: the OpenAI API over an `AsyncEngine`."""
+"""The HTTP service: the OpenAI API over a `ServedEngine`."""
 
 from peftkit_serve.http.app import create_app
 from peftkit_serve.http.logs import write_json_lines
