@@ -1,4 +1,4 @@
-"""The server of `peftkit bench serve --http`, as `peftkit serve` starts it, over a base made on the spot: two processes.
+"""The server of `peftkit bench serve --http`: what `peftkit serve` starts, over a base made on the spot.
 
 It reads JSON lines on stdin and answers on stdout: first what to serve, answered by its address and the tenants' keys;
 then each time what to do with the same engine without HTTP, while no client asks: the event loop that serves asks the
