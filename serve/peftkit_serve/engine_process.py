@@ -263,6 +263,7 @@ class EngineProcess:
     def _running(self) -> asyncio.AbstractEventLoop:
         if not self._open or self._loop is None:
             raise RunError("the engine is not running")
+        assert asyncio.get_running_loop() is self._loop, "asked on another event loop than it was started on"
         return self._loop
 
     def _first(self) -> "Made":

@@ -240,6 +240,46 @@ def test_adapters_come_and_go_and_a_removal_waits_for_its_requests(
     host.do(life())
 
 
+def test_any_mixture_of_clients_is_answered_as_each_alone(
+    host: Host, make: Callable[[], Engine], lora_folder: Folder, seed: int
+) -> None:
+    rng, alone = random.Random(seed), make()
+    names = ["mix0", "mix1", None]
+    for number, name in enumerate(names[:2]):
+        alone.adapters.add(str(name), lora_folder(seed + number))
+        host.do(host.engine.add_adapter(str(name), lora_folder(seed + number)))
+    prompts = [[rng.randrange(256) for _ in range(rng.randint(1, 40))] for _ in range(60)]
+    requests = [ask(prompt, rng.choice(names), rng.randint(1, 60)) for prompt in prompts]
+    expected = {output.request_id: output for output in alone.generate(requests)}
+
+    async def client(request: Request, how: str, pause_s: float) -> None:
+        await asyncio.sleep(pause_s)
+        last: RequestOutput | None = None
+        async with aclosing(host.engine.generate(request)) as outputs:
+            async for last in outputs:
+                if how == "leaves" and last.token_ids:
+                    break
+                if how == "aborts":
+                    host.engine.abort(request.request_id)
+                if how == "slow":
+                    await asyncio.sleep(0.05)
+        assert last is not None
+        whole = expected[request.request_id]
+        assert last.token_ids == whole.token_ids[: len(last.token_ids)]
+        assert whole.text.startswith(last.text.rstrip("\ufffd"))  # an end may be in the middle of a character
+        if how in ("reads", "slow"):
+            assert (last.token_ids, last.text, last.finish_reason) == (whole.token_ids, whole.text, "length")
+
+    async def all_of() -> None:
+        hows = [rng.choice(["reads", "reads", "slow", "leaves", "aborts"]) for _ in requests]
+        clients = [client(one, how, rng.random()) for one, how in zip(requests, hows, strict=True)]
+        await asyncio.gather(*clients)
+        await asyncio.gather(*(host.engine.remove_adapter(str(name)) for name in names[:2]))
+        await asyncio.sleep(1.3)  # after a second without work the engine checks its own integrity, and dies of a fault
+
+    host.do(all_of())
+
+
 def test_adding_that_is_cancelled_leaves_the_name_free(host: Host, lora_folder: Folder, seed: int) -> None:
     async def cancelled() -> None:
         folder = lora_folder(seed)
