@@ -224,12 +224,12 @@ class _Child:
 
         try:
             self._relay = await asyncio.to_thread(made)
+            self._channel.send(("made", self._relay.made()))
         except Exception as error:
             logger.debug("the engine could not be made", exc_info=True)
             self._channel.send(("unmade", error if isinstance(error, PeftkitError) else RunError(_line(error))))
             self._end()
         else:
-            self._channel.send(("made", self._relay.made()))
             self._relay.start()
 
     async def _answer(self, number: int, work: Coroutine[Any, Any, Any]) -> None:

@@ -2,6 +2,7 @@
 its server."""
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -117,8 +118,10 @@ async def test_signals_are_the_servers_and_a_killed_process_ends_every_stream(
 
 FAULTY = """
 from peftkit_serve import Engine
+from peftkit_serve.http import write_json_lines
 
 def make():
+    write_json_lines()
     engine = Engine({base!r}, device="cpu", num_pages=64)
     schedule, left = engine._scheduler.schedule, [5]
     def failing():
@@ -147,7 +150,10 @@ async def test_an_engine_thread_that_dies_ends_its_process(
             await asyncio.sleep(0.01)
     assert not engine.alive
     engine.stop()
-    assert "the engine thread died" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    (line,) = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    assert (line["message"], line["exception"]) == ("the engine thread died", "ZeroDivisionError")
+    assert "no log may show" not in said
 
 
 async def test_stopping_aborts_what_runs_and_ends_the_process(base_folder: Path) -> None:
