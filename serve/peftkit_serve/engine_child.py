@@ -225,7 +225,7 @@ class _Child:
         try:
             self._relay = await asyncio.to_thread(made)
             self._channel.send(("made", self._relay.made()))
-        except Exception as error:
+        except BaseException as error:  # a panic of a Rust library is no Exception
             logger.debug("the engine could not be made", exc_info=True)
             self._channel.send(("unmade", error if isinstance(error, PeftkitError) else RunError(_line(error))))
             self._end()
@@ -267,7 +267,7 @@ def sendable(error: Exception) -> Exception:
     return RuntimeError(f"{type(error).__name__} in the engine's process, whose log line says where")
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 

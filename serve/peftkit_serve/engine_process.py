@@ -219,8 +219,8 @@ class EngineProcess:
         loop = self._running()
         number = next(self._numbers)
         stream = self._streams[number] = _Stream(request.request_id, loop)
-        self._channel.send(("generate", number, request))
         try:
+            self._channel.send(("generate", number, request))
             while True:
                 output = await stream.get()
                 yield output
@@ -251,8 +251,8 @@ class EngineProcess:
         future = self._running().create_future()
         number = next(self._numbers)
         self._calls[number] = future
-        self._channel.send(("call", number, method, *values))
         try:
+            self._channel.send(("call", number, method, *values))
             return await future
         except asyncio.CancelledError:
             self._channel.send(("cancel", number))

@@ -69,6 +69,7 @@ def test_what_can_not_be_made_is_told_as_its_own_error(tmp_path: Path, base_fold
     ("make", "message"),
     [
         (Code("lambda: {}['missing']"), "KeyError: 'missing'"),
+        (Code("lambda: __import__('sys').exit('a panic')"), "SystemExit: a panic"),
         (Code("lambda: __import__('os').kill(__import__('os').getpid(), 9)"), "code -9"),
     ],
 )
