@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from peftkit.errors import BaseModelError, RunError
+from peftkit.errors import BaseModelError, PeftkitError, RunError
 from peftkit_serve import Engine, EngineProcess, Request, RequestOutput, SamplingParams
 
 
@@ -56,30 +56,20 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_what_can_not_be_made_is_told_as_its_own_error(tmp_path: Path, base_folder: Path) -> None:
-    engine = EngineProcess()
-    with pytest.raises(BaseModelError, match="nothing-here") as caught:
-        engine.make(partial(Engine, tmp_path / "nothing-here"))
-    assert caught.value.exit_code == 2
-    engine.stop()
-    assert not is_there(engine.pid) and not engine.alive
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (Code("lambda: {}['missing']"), "KeyError: 'missing'"),
-        (Code("lambda: __import__('sys').exit('a panic')"), "SystemExit: a panic"),
-        (Code("lambda: __import__('os').kill(__import__('os').getpid(), 9)"), "code -9"),
-    ],
-)
-def test_a_process_that_ends_before_its_engine_is_there_is_an_error(make: Code, message: str) -> None:
-    engine = EngineProcess()
-    with pytest.raises(RunError, match=message) as caught:
-        engine.make(make)
-    assert caught.value.exit_code == 1
-    engine.stop()
-    assert not is_there(engine.pid)
+def test_what_can_not_be_made_is_told_and_leaves_no_process(tmp_path: Path) -> None:
+    cases: list[tuple[Callable[[], Engine], type[PeftkitError], str, int]] = [
+        (partial(Engine, tmp_path / "nothing-here"), BaseModelError, "nothing-here", 2),
+        (Code("lambda: {}['missing']"), RunError, "KeyError: 'missing'", 1),
+        (Code("lambda: __import__('sys').exit('a panic')"), RunError, "SystemExit: a panic", 1),
+        (Code("lambda: __import__('os').kill(__import__('os').getpid(), 9)"), RunError, "code -9", 1),
+    ]
+    engines = [EngineProcess() for _ in cases]
+    for engine, (make, kind, message, code) in zip(engines, cases, strict=True):
+        with pytest.raises(kind, match=message) as caught:
+            engine.make(make)
+        assert type(caught.value) is kind and caught.value.exit_code == code
+        engine.stop()
+        assert not is_there(engine.pid) and not engine.alive
 
 
 async def test_signals_are_the_servers_and_a_killed_process_ends_every_stream(
