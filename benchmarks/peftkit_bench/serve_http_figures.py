@@ -31,7 +31,7 @@ class Wave:
     loop_s: float
     """CPU time of the thread that takes the engine's outputs: of the service's event loop, with HTTP."""
     engine_s: float
-    """CPU time of the engine's own thread."""
+    """CPU time of the engine's process."""
     client_share: float
     """Of a core, by the busiest client."""
     part_rates: Sequence[float]
@@ -43,7 +43,7 @@ class Wave:
 
     @property
     def cpu_s(self) -> float:
-        """CPU time of both threads."""
+        """CPU time of both."""
         return self.loop_s + self.engine_s
 
 

@@ -1,7 +1,8 @@
-"""The server of `peftkit bench serve --http`: a process as `peftkit serve` starts it, over a base made on the spot.
+"""The server of `peftkit bench serve --http`: what `peftkit serve` starts, over a base made on the spot.
 
 It reads JSON lines on stdin and answers on stdout: first what to serve, answered by its address and the tenants' keys;
-then each time what to do with the same engine without HTTP, while no client asks. It ends when stdin does.
+then each time what to do with the same engine without HTTP, while no client asks: the event loop that serves asks the
+engine's process itself. It ends when stdin does.
 """
 
 import asyncio
@@ -13,19 +14,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from peftkit_bench.serve_inputs import SHAPES, RandomBase, random_tensors, write_base
-from peftkit_serve import AsyncEngine, Engine, Request, SamplingParams
+from peftkit_serve import Engine, EngineProcess, Request, SamplingParams
 from peftkit_serve.http import Settings, bind, create_app, serve, url_of, write_json_lines
 from peftkit_serve.tenants.database import Database
 from peftkit_serve.tenants.fair_share import FairShare
 from peftkit_serve.tenants.records import Limits
 
 MODEL = "base"
-ENGINE = "peftkit-engine"
-"""The name of the thread that drives the engine."""
 
 
 def make_engine(asked: dict[str, Any], folder: Path) -> Engine:
@@ -47,8 +47,8 @@ def add_tenants(database: Database, names: Sequence[str]) -> dict[str, str]:
     return keys
 
 
-async def run_alone(engine: AsyncEngine, requests: Sequence[dict[str, Any]], streams: int) -> dict[str, Any]:
-    """The client's plan of streams, by `AsyncEngine` alone; the same figures."""
+async def run_alone(engine: EngineProcess, requests: Sequence[dict[str, Any]], streams: int) -> dict[str, Any]:
+    """The client's plan of streams, without HTTP; the same figures."""
     following = iter(requests)
     times: list[dict[str, Any]] = []
 
@@ -71,21 +71,25 @@ async def run_alone(engine: AsyncEngine, requests: Sequence[dict[str, Any]], str
     return {"begun": begun, "ended": ended, "loop_cpu_s": cpu, "times": times}
 
 
-def obey(engine: AsyncEngine) -> None:
-    """Runs on a thread of its own until stdin ends. Asked nothing, it says what the threads have computed so far."""
+def obey(engine: EngineProcess, loop: asyncio.AbstractEventLoop) -> None:
+    """Runs on a thread of its own until stdin ends. Asked nothing, it says how much CPU time was taken so far: by the
+    event loop's thread, and by the engine's process."""
+    thread = threading.main_thread().ident
+    assert thread is not None
+    clocks = {"loop": time.pthread_getcpuclockid(thread), "engine": _clock_of(engine.pid)}
     for line in sys.stdin:
         asked = json.loads(line)
-        if not asked:
-            threads = {thread.name: thread.ident for thread in threading.enumerate()}
-            say({name: _cpu_s(threads[thread]) for name, thread in (("loop", "MainThread"), ("engine", ENGINE))})
-            continue
-        say(asyncio.run(run_alone(engine, asked["requests"], asked["streams"])))
+        if asked:
+            work = run_alone(engine, asked["requests"], asked["streams"])
+            say(asyncio.run_coroutine_threadsafe(work, loop).result())
+        else:
+            say({name: time.clock_gettime(clock) for name, clock in clocks.items()})
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _cpu_s(thread: int | None) -> float:
-    assert thread is not None
-    return time.clock_gettime(time.pthread_getcpuclockid(thread))
+def _clock_of(process: int) -> int:
+    """The clock of a process's CPU time, as clock_getcpuclockid(3) makes it."""
+    return ~process << 3 | 2
 
 
 def say(answer: dict[str, Any]) -> None:
@@ -99,7 +103,8 @@ def main() -> None:
     asked = json.loads(sys.stdin.readline())
     begun = time.perf_counter()
     with bind("127.0.0.1", 0, any_client=False) as listener, tempfile.TemporaryDirectory() as folder:
-        engine = AsyncEngine(make_engine(asked, Path(folder)))
+        engine = EngineProcess()
+        engine.make(partial(make_engine, asked, Path(folder)))
         made = time.perf_counter() - begun
         settings = Settings(store=Path(folder) / "store", max_waiting=4096, drain_timeout_s=0.0)
         app = create_app(engine, served_name=MODEL, settings=settings)
@@ -109,12 +114,8 @@ def main() -> None:
         def ready() -> None:
             say({
                 "url": url_of(listener), "keys": keys, "engine_s": made, "start_s": time.perf_counter() - begun,
-                "vocab": engine.engine.spec.vocab_size, "pages": engine.stats()["pages_total"],
+                "vocab": engine.spec.vocab_size, "pages": engine.stats()["pages_total"],
             })  # fmt: skip
-            threading.Thread(target=obey, args=(engine,), daemon=True).start()
+            threading.Thread(target=obey, args=(engine, asyncio.get_running_loop()), daemon=True).start()
 
         serve(app, listener, ready)
-
-
-if __name__ == "__main__":
-    main()

@@ -130,7 +130,7 @@ def run(argv: Sequence[str]) -> int:
     """Runs one command line and returns its exit code; errors become lines on stderr."""
     output.state.reset()
     with warnings.catch_warnings():
-        _quiet_libraries(debug="--debug" in argv)
+        quiet_libraries(debug="--debug" in argv)
         try:
             command = _add_shared(typer.main.get_command(app))
             code = command.main(list(argv), prog_name="peftkit", standalone_mode=False)
@@ -179,7 +179,7 @@ def _report(error: BaseException, argv: Sequence[str]) -> int:
     return code
 
 
-def _quiet_libraries(*, debug: bool) -> None:
+def quiet_libraries(*, debug: bool) -> None:
     """Keeps other libraries' banners, bars and advice off the terminal; set before they are imported."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads cost five times the CPU when cores are busy
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,6 +1,7 @@
 """`peftkit serve`: one base and its adapters over HTTP, until SIGTERM or Ctrl-C."""
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
@@ -80,22 +81,26 @@ def command(
     ] = None,
 ) -> None:
     """Serve one base and its adapters with the OpenAI API. Prints one line when it is ready to answer."""
-    named = [_named(spec) for spec in adapter or []]
-    watched = None if adapters is None else _watched(adapters)
+    from peftkit_serve import EngineProcess
 
-    from peftkit_serve import AsyncEngine
-    from peftkit_serve.http import Settings, bind, create_app, is_loopback, serve, url_of, write_json_lines
-    from peftkit_serve.http.access import Caller
-    from peftkit_serve.http.tracing import open_provider
-    from peftkit_serve.tenants.places import database_of, has_tenants, store_of
+    engine = EngineProcess()  # which imports what it needs while this process does
+    with ExitStack() as at_end:
+        at_end.callback(engine.stop)
+        named = [_named(spec) for spec in adapter or []]
+        watched = None if adapters is None else _watched(adapters)
 
-    database = database_of(db, store)
-    with bind(host, port, any_client=no_auth or has_tenants(database)) as listener, ExitStack() as at_end:
+        from peftkit_serve.http import Settings, bind, create_app, is_loopback, serve, url_of, write_json_lines
+        from peftkit_serve.http.access import Caller
+        from peftkit_serve.http.tracing import open_provider
+        from peftkit_serve.tenants.places import database_of, has_tenants, store_of
+
+        database = database_of(db, store)
+        listener = at_end.enter_context(bind(host, port, any_client=no_auth or has_tenants(database)))
         if tracer_provider := open_provider(otlp_traces_endpoint):
             at_end.callback(tracer_provider.shutdown)
-        engine = _engine(base, quant, deterministic, max_requests, max_tokens_per_step, max_adapters)
+        sizes = (max_requests, max_tokens_per_step, max_adapters)
+        engine.make(partial(make_engine, base, quant, deterministic, sizes, named, debug=output.state.debug))
         served_name = name_of(engine.base)
-        _add_named(engine, served_name, named)
         local = is_loopback(listener)
         settings = Settings(
             store=store_of(store),
@@ -107,9 +112,7 @@ def command(
             open_admin=local,
             require_key=not local and not no_auth,
         )
-        app = create_app(
-            AsyncEngine(engine), served_name=served_name, settings=settings, tracer_provider=tracer_provider
-        )
+        app = create_app(engine, served_name=served_name, settings=settings, tracer_provider=tracer_provider)
         url = url_of(listener)
         write_json_lines()
 
@@ -121,28 +124,40 @@ def command(
         serve(app, listener, ready)
 
 
-def _engine(
+def make_engine(
     base: str,
     quant: Literal["nf4", "none"],
     deterministic: bool,
-    max_requests: int | None,
-    max_tokens_per_step: int | None,
-    max_adapters: int | None,
+    sizes: tuple[int | None, int | None, int | None],
+    adapters: list[tuple[str, Path]],
+    *,
+    debug: bool,
 ) -> "Engine":
+    """The engine with the adapters that were named, made in its own process, whose log lines are as the server's.
+
+    sizes: those of `_Sizes` that an option says.
+    """
     from peftkit.base import auto_device
+    from peftkit.cli.main import quiet_libraries
     from peftkit_serve import Engine
+    from peftkit_serve.http import write_json_lines
     from peftkit_serve.tenants.fair_share import FairShare
 
-    sizes = _GPU_SIZES if auto_device("auto").type == "cuda" else _CPU_SIZES
-    return Engine(
+    quiet_libraries(debug=debug)
+    usual = _GPU_SIZES if auto_device("auto").type == "cuda" else _CPU_SIZES
+    requests, tokens_per_step, places = (given or one for given, one in zip(sizes, usual, strict=True))
+    engine = Engine(
         base,
         quant=quant,
         deterministic=deterministic,
         policy=FairShare(),
-        max_requests=max_requests or sizes.requests,
-        max_tokens_per_step=max_tokens_per_step or sizes.tokens_per_step,
-        max_adapters=max_adapters or sizes.adapters,
+        max_requests=requests,
+        max_tokens_per_step=tokens_per_step,
+        max_adapters=places,
     )
+    _add_named(engine, name_of(engine.base), adapters)
+    write_json_lines()
+    return engine
 
 
 def name_of(base: "BaseInfo") -> str:

@@ -394,6 +394,12 @@ class Engine:
             generated_tokens=self._num_generated_tokens,
         )
 
+    def adapter_uses(self) -> dict[str, tuple[bool, int]]:
+        """Of the adapters on the device or in requests, by uid: whether it is there, and how many requests have it."""
+        live = (one.uid for one in (*self._scheduler.running, *self._scheduler.waiting) if one.uid is not None)
+        uids = {*live, *self._pool.resident}
+        return {uid: (self._pool.is_resident(uid), self._pool.num_references(uid)) for uid in uids}
+
     def _loader(self) -> AdapterLoader:
         weights = self._runner.memory.weights
         return AdapterLoader(

@@ -45,6 +45,12 @@ def pages_behind(prefix_tokens: int, num_tokens: int) -> int:
     return pages_for(num_tokens) - prefix_tokens // PAGE_TOKENS
 
 
+def text_room(num_pages: int, num_virtual: int) -> int:
+    """Most text tokens, prompt and generated, that `num_pages` hold for one request with so many virtual tokens."""
+    partial = 1 if num_virtual % PAGE_TOKENS else 0  # the prefix's own last page, beside the request's copy of it
+    return (num_pages - partial) * PAGE_TOKENS - num_virtual
+
+
 def root_key(uid: str | None, tenant: str) -> bytes:
     """What the keys of an adapter's pages for a tenant begin with."""
     return blake2b(json.dumps([uid, tenant]).encode(), digest_size=16).digest()

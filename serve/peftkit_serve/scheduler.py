@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing import Literal, Protocol
 
 from peftkit.errors import AdapterError, InputError
-from peftkit_serve.pages import PAGE_TOKENS, PageAllocator, pages_behind, pages_for
+from peftkit_serve.pages import PAGE_TOKENS, PageAllocator, pages_behind, pages_for, text_room
 from peftkit_serve.plan import Chunk, StepPlan, StepResult
 from peftkit_serve.sequence import Residence, Sequence
 
@@ -177,8 +177,7 @@ class Scheduler:
 
     def max_text_tokens(self, num_virtual: int) -> int:
         """Most text tokens, prompt and generated, that the pages hold for one request that is alone."""
-        partial = 1 if num_virtual % PAGE_TOKENS else 0  # the prefix's own last page, beside the request's copy of it
-        return (self._pages.num_pages - partial) * PAGE_TOKENS - num_virtual
+        return text_room(self._pages.num_pages, num_virtual)
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence and takes its adapter reference. InputError when the pages could never hold it."""

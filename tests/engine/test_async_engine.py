@@ -281,7 +281,7 @@ async def test_stopping_aborts_what_runs_and_waits_for_nobody(
 
 
 async def test_an_idle_engine_checks_its_integrity(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    import peftkit_serve.async_engine as module
+    import peftkit_serve.engine_thread as module
 
     monkeypatch.setattr(module, "_IDLE_S", 0.01)
     engine = make_engine()

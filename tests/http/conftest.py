@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from peftkit.artifact import write_adapter
 from peftkit.base import module_shapes
 from peftkit.methods import LoraConfig, PromptTuningConfig
-from peftkit_serve import AsyncEngine, Engine
+from peftkit_serve import AsyncEngine, Engine, EngineProcess
 from peftkit_serve.http import bind, create_app, url_of
 from peftkit_serve.http.protocol import BoundedHttp
 from peftkit_serve.http.service import Service
@@ -142,7 +142,7 @@ class Served:
 
     url: str
     service: Service
-    engine: Engine
+    engine: Any
     """Only to look at: the server's own thread drives it."""
     app: FastAPI
 
@@ -181,12 +181,11 @@ def database_url(tmp_path: Path) -> str:
 
 @contextmanager
 def serving(
-    engine: Engine, served_name: str = "tiny", *, tracer_provider: Any = None, **settings: Any
+    engine: Engine | EngineProcess, served_name: str = "tiny", *, tracer_provider: Any = None, **settings: Any
 ) -> Iterator[Served]:
     """Serves an engine from a thread."""
-    app = create_app(
-        AsyncEngine(engine), served_name=served_name, settings=Settings(**settings), tracer_provider=tracer_provider
-    )
+    served = AsyncEngine(engine) if isinstance(engine, Engine) else engine
+    app = create_app(served, served_name=served_name, settings=Settings(**settings), tracer_provider=tracer_provider)
     listener = bind("127.0.0.1", 0, any_client=False)
     config = uvicorn.Config(app, http=BoundedHttp, log_config=None, access_log=False, timeout_graceful_shutdown=2)
     server = uvicorn.Server(config)

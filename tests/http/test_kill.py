@@ -21,7 +21,7 @@ from peftkit_serve.tenants.database import Database
 # towards disk and database down, and kill itself by SIGKILL at the last.
 LAUNCHER = """
 import json, os, signal, sys
-import peftkit_serve.http
+import peftkit_serve.http.app, peftkit_serve.http.server
 from peftkit.cli.main import run
 from sqlalchemy import Engine, event
 

@@ -159,7 +159,7 @@ def test_a_port_in_use_is_one_line_and_nothing_starts(
     def never(*_: object, **__: object) -> None:
         raise AssertionError("the engine was made")
 
-    monkeypatch.setattr("peftkit_serve.engine.Engine.__init__", never)
+    monkeypatch.setattr("peftkit_serve.EngineProcess.make", never)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         code, said = refused(capsys, "--base", base_folder, "--port", port)

@@ -15,7 +15,7 @@ else when its turn comes. What makes room is the least recently used: of what no
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -173,6 +173,11 @@ class AdapterPool:
         """Requests that have not ended."""
         member = self._members.get(uid)
         return 0 if member is None else member.num_references
+
+    @property
+    def resident(self) -> Collection[str]:
+        """Uids of the adapters on the device."""
+        return self._resident.keys()
 
     @property
     def num_resident(self) -> int:

@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from peftkit.base import BaseInfo
 from peftkit.errors import RunError
-from peftkit_serve.async_engine import AsyncEngine
+from peftkit_serve.async_engine import ServedEngine
 from peftkit_serve.http import adapters, console_page, errors, openai, tenants
 from peftkit_serve.http.access import Access, bearer
 from peftkit_serve.http.answers import Status
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 def create_app(
-    async_engine: AsyncEngine,
+    engine: ServedEngine,
     *,
     served_name: str,
     settings: Settings | None = None,
@@ -56,15 +56,15 @@ def create_app(
     settings = settings or Settings()
     resources = ExitStack()
     store = settings.store or Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="peftkit-serve-")))
-    base_id = scope_of(async_engine.engine.base)
+    base_id = scope_of(engine.base)
     database = Database(settings.database or f"sqlite:///{store / 'state.db'}", base_id)
     resources.callback(database.close)
     contents = Contents(store / "adapters" / base_id[:16], max_bytes=settings.max_upload_bytes)
-    shelf = Shelf(async_engine, contents.kept, max_bytes=settings.host_bytes)
-    templates = Templates(async_engine.engine.tokenizer)
+    shelf = Shelf(engine, contents.kept, max_bytes=settings.host_bytes)
+    templates = Templates(engine.tokenizer)
     resources.callback(templates.close)
-    catalog = Catalog(async_engine, database, contents, shelf, templates, served_name, settings.watched)
-    service = Service(async_engine, served_name, catalog, templates, settings)
+    catalog = Catalog(engine, database, contents, shelf, templates, served_name, settings.watched)
+    service = Service(engine, served_name, catalog, templates, settings)
     access = Access(database, open_admin=settings.open_admin, require_key=settings.require_key)
     watcher = None
     if settings.watched is not None and catalog.watched_owner is not None:

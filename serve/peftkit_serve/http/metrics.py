@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from peftkit.errors import InputError
-from peftkit_serve.async_engine import AsyncEngine
+from peftkit_serve.async_engine import ServedEngine
 from peftkit_serve.request import RequestOutput
 from peftkit_serve.tenants.catalog import Catalog
 
@@ -45,7 +45,7 @@ _COUNTERS = {
 class Metrics:
     """One server's metrics, in a registry of their own."""
 
-    def __init__(self, engine: AsyncEngine, served_name: str, catalog: Catalog) -> None:
+    def __init__(self, engine: ServedEngine, served_name: str, catalog: Catalog) -> None:
         self._registry = CollectorRegistry()
         self._labels = {("", served_name)}
         self.requests = self._counter(
@@ -130,7 +130,7 @@ class Track:
 class _EngineCollector(Collector):
     """The engine's own counts, asked for when Prometheus asks."""
 
-    def __init__(self, engine: AsyncEngine, catalog: Catalog) -> None:
+    def __init__(self, engine: ServedEngine, catalog: Catalog) -> None:
         self._engine, self._catalog = engine, catalog
 
     def collect(self) -> Iterator[Metric]:
@@ -166,7 +166,7 @@ class _EngineCollector(Collector):
     def _names_by_uid(self, uids: set[str]) -> dict[str, list[str]]:
         """Every name of these adapters: content that two names share is running under both."""
         names: dict[str, list[str]] = {}
-        adapters = self._engine.engine.adapters
+        adapters = self._engine.adapters
         for name in adapters.names() if uids else ():
             try:
                 uid = adapters.uid(name)

@@ -58,7 +58,7 @@ def create_router(service: Service, access: Access, tracing: Tracing | None = No
         outputs = service.answers(caller, model, asked, body.priority or 0, request.state.facts)
         if tracing is not None:
             outputs = tracing.begin("chat", body, request, model.full_name, len(prompt)).follow(outputs)
-        return await _answer(request, body, outputs, ChatForm(body, service.engine.engine.vocabulary), "chatcmpl")
+        return await _answer(request, body, outputs, ChatForm(body, service.engine.vocabulary), "chatcmpl")
 
     @router.post("/completions", response_model=Completion, responses=_EVENTS)
     async def completions(
@@ -66,7 +66,7 @@ def create_router(service: Service, access: Access, tracing: Tracing | None = No
     ) -> BaseModel | Response:
         """The continuation of each prompt, `n` choices a prompt."""
         model = service.model(caller, body.model)
-        vocabulary = service.engine.engine.vocabulary
+        vocabulary = service.engine.vocabulary
         prompts: list[tuple[str, list[int]]] = []
         asked: list[Asked] = []
         for given in body.prompts():

@@ -63,7 +63,8 @@ def serve(app: FastAPI, listener: socket.socket, on_ready: Callable[[], None]) -
 
     Then it drains: `/ready` and new requests answer 503 while running requests end, for at most the settings'
     `drain_timeout_s`; a second signal ends them at once.
-    `on_ready` is called when the first request can be answered. Raises RunError when another process listens there.
+    `on_ready` is called when the first request can be answered. Raises RunError when another process listens there,
+    and at the end when that came because the engine had died.
     """
     try:
         listener.listen(2048)
@@ -73,6 +74,8 @@ def serve(app: FastAPI, listener: socket.socket, on_ready: Callable[[], None]) -
     _allow_connections()
     try:
         _Server(app, on_ready).run(sockets=[listener])
+        if app.state.service.engine.died:
+            raise RunError("the engine died, and the server ended with it: its log says why")
     finally:
         gc.unfreeze()  # what stays frozen is never freed, and libraries complain of it when the process ends
 
@@ -113,6 +116,8 @@ class _Server(uvicorn.Server):
         self._service.draining = True
 
     async def on_tick(self, counter: int) -> bool:
+        if self._deadline is None and self._service.engine.died:  # /health has said so since
+            self._deadline = time.monotonic() + self._service.settings.drain_timeout_s
         if self._deadline is not None:
             self._drop_unread()
             if not self.server_state.tasks and not self._unread:

@@ -16,7 +16,7 @@ from peftkit.artifact.files import RECORD_FILE, read_json
 from peftkit.chat import encode_prompt, encode_rendered, render_text
 from peftkit.errors import InputError, PeftkitError, RunError
 from peftkit_serve.adapters.store import AdapterEntry
-from peftkit_serve.async_engine import AsyncEngine
+from peftkit_serve.async_engine import ServedEngine
 from peftkit_serve.http import errors
 from peftkit_serve.http.access import Caller
 from peftkit_serve.http.answers import ModelCard
@@ -77,7 +77,7 @@ class Service:
     """One engine behind HTTP. `draining` refuses new requests while the running ones end."""
 
     def __init__(
-        self, engine: AsyncEngine, served_name: str, catalog: Catalog, templates: Templates, settings: Settings
+        self, engine: ServedEngine, served_name: str, catalog: Catalog, templates: Templates, settings: Settings
     ) -> None:
         self.engine = engine
         self.served_name = served_name
@@ -92,8 +92,8 @@ class Service:
         self.created = int(time.time())
         """When the server began, in seconds since 1970."""
         # the first call settles the tokenizer's padding and truncation, which threads may not do at the same time
-        encode_prompt(engine.engine.tokenizer, "ready")
-        self._longest_token = max(map(len, engine.engine.tokenizer.get_vocab()), default=1)
+        encode_prompt(engine.tokenizer, "ready")
+        self._longest_token = max(map(len, engine.tokenizer.get_vocab()), default=1)
         """Most characters that a token stands for."""
         self._long_texts = asyncio.Semaphore(_MAX_LONG_TEXTS)
 
@@ -110,7 +110,7 @@ class Service:
 
     def static_entries(self) -> list[AdapterEntry]:
         """The adapters that the server was started with, by name."""
-        adapters = self.engine.engine.adapters
+        adapters = self.engine.adapters
         names = [name for name in adapters.names() if self.catalog.shelf.digest_of(name) == name]
         return [adapters.get(name) for name in sorted(names)]
 
@@ -140,7 +140,7 @@ class Service:
         self, model: Model, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
         """Token ids of a conversation up to the assistant's next message. Raises 400 naming the field."""
-        tokenizer = self.engine.engine.tokenizer
+        tokenizer = self.engine.tokenizer
         if not (model.template or tokenizer.chat_template):
             message = (
                 f"{model.name!r} has no chat template: send the text to /v1/completions, or name an adapter "
@@ -169,9 +169,11 @@ class Service:
         """Refuses a schema that can't be kept, before anything is queued. Raises 400 naming `response_format`."""
         if schema is not None:
             try:
-                await run_in_threadpool(self.engine.engine.grammars.json, schema)
+                await self.engine.check_schema(schema)
             except InputError as error:
                 raise ApiError(400, str(error), param="response_format", code="invalid_value") from None
+            except RunError as error:
+                raise errors.unavailable(str(error)) from None
 
     async def answers(
         self, caller: Caller, model: Model, asked: Sequence[Asked], priority: int, facts: dict[str, Any]
@@ -247,25 +249,24 @@ class Service:
 
     def _find(self, caller: Caller, name: str) -> Model | None:
         if name == self.served_name:
-            engine = self.engine.engine
-            return Model(name, name, None, None, name, engine.room())
+            return Model(name, name, None, None, name, self.engine.room())
         model = self._adapter(caller, name)
         if model is None and name.startswith(f"{self.served_name}:"):
             model = self._adapter(caller, name.removeprefix(f"{self.served_name}:"))
         return None if model is None else replace(model, name=name)
 
     def _adapter(self, caller: Caller, name: str) -> Model | None:
-        engine = self.engine.engine
         if chosen := self.catalog.choose(caller.tenant, name):
             version = chosen.version
-            room, template = engine.room_behind(version.num_virtual), self._templates.own(version.template)
+            room, template = self.engine.room(version.num_virtual), self._templates.own(version.template)
             return Model(name, chosen.adapter.name, None, chosen, version.digest, room, template)
         if name not in self._static or (caller.tenant is not None and not caller.tenant.may_name(name)):
             return None
         try:
-            entry, room = engine.adapters.get(name), engine.room(name)
+            entry = self.engine.adapters.get(name)
         except InputError:  # removed since the server began
             return None
+        room = self.engine.room(entry.num_virtual)
         return Model(name, name, name, None, str(entry.path), room, self._templates.own(self._static[name]))
 
     async def _own_text(
@@ -286,7 +287,7 @@ class Service:
         if len(text) > self._max_chars(model):
             raise errors.text_too_long(len(text), model.room, field)
         async with self._long_texts if len(text) > _LONG_TEXT else nullcontext():
-            return await run_in_threadpool(encode, self.engine.engine.tokenizer, text)
+            return await run_in_threadpool(encode, self.engine.tokenizer, text)
 
     def _max_chars(self, model: Model) -> int:
         return self._longest_token * model.room

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from peftkit.artifact import read_adapter
 from peftkit.errors import InputError
-from peftkit_serve.async_engine import AsyncEngine
+from peftkit_serve.async_engine import ServedEngine
 from peftkit_serve.templates.renderer import Templates
 from peftkit_serve.tenants.content import Arrival, Contents, template_of
 from peftkit_serve.tenants.database import Database
@@ -60,7 +60,7 @@ class Catalog:
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        engine: ServedEngine,
         database: Database,
         contents: Contents,
         shelf: Shelf,
@@ -77,7 +77,7 @@ class Catalog:
         self._engine, self._database, self._contents, self.shelf = engine, database, contents, shelf
         self._templates = templates
         self._served_name = served_name
-        self._reserved = frozenset((served_name, *engine.engine.adapters.names()))
+        self._reserved = frozenset((served_name, *engine.adapters.names()))
         self.watched_owner = None if watched is None else owner_of_watched(watched)
         """Whose the watched folder's adapters are."""
         self._random = random.SystemRandom()
@@ -322,10 +322,10 @@ def _digests(adapters: Iterable[Adapter]) -> set[str]:
     return {version.digest for adapter in adapters for version in adapter.versions.values()}
 
 
-def _read(folder: Path, engine: AsyncEngine) -> str:
+def _read(folder: Path, engine: ServedEngine) -> str:
     """The uid of an adapter's folder."""
     try:
-        return read_adapter(folder, base=engine.engine.base).uid
+        return read_adapter(folder, base=engine.base).uid
     except InputError as error:
         raise _without_place(error, folder) from None
 

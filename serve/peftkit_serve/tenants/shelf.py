@@ -16,7 +16,7 @@ from typing import Literal
 
 from peftkit.errors import InputError, PeftkitError
 from peftkit_serve.adapters.store import AdapterEntry
-from peftkit_serve.async_engine import AsyncEngine
+from peftkit_serve.async_engine import ServedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Shelf:
     In the engine each load has a name of its own, so that one may begin while the last one still drains.
     """
 
-    def __init__(self, engine: AsyncEngine, root: Path, *, max_bytes: int) -> None:
+    def __init__(self, engine: ServedEngine, root: Path, *, max_bytes: int) -> None:
         """
         root: the folder of a digest is `root / digest`.
         max_bytes: host memory for adapters that nobody uses at the moment.
@@ -165,7 +165,7 @@ class Shelf:
 
     def _is_named(self, uid: str) -> bool:
         """Whether the engine has the same weights under another name: they came with other files, or from the start."""
-        adapters = self._engine.engine.adapters
+        adapters = self._engine.adapters
         for name in adapters.names():
             try:
                 if adapters.uid(name) == uid:
@@ -179,6 +179,6 @@ class Shelf:
         if place is None:
             return None
         try:
-            return self._engine.engine.adapters.get(place.name)
+            return self._engine.adapters.get(place.name)
         except InputError:  # being loaded, or just removed
             return None
