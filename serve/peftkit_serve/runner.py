@@ -329,7 +329,8 @@ class Runner:
         steps = [self._scratch_chunks([size - beside, *[1] * beside]) for size, beside in product(sizes, (0, 1))]
         steps += [self._scratch_chunks([1] * min(size, self._max_requests)) for size in _WARM_UP_REQUESTS]
         crowd = min(self._num_slots, self._max_requests)
-        steps.append(self._scratch_chunks([min(self._max_tokens, 256) // crowd] * crowd, range(crowd)))
+        for slots in (range(crowd), (0, *range(crowd - 1))):  # one more row than adapters: another kind, the head's too
+            steps.append(self._scratch_chunks([min(self._max_tokens, 256) // crowd] * crowd, slots))
         for chunks, extras in product(steps, (_BARE, _LORA, _ALL)):
             if extras is _BARE:
                 chunks = [chunk._replace(slot=-1) for chunk in chunks]

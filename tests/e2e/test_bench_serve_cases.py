@@ -140,7 +140,7 @@ def serving_kernels() -> set[str]:
 def test_every_kernel_of_a_server_has_a_group() -> None:
     groups = {name: serve_profile.group_of(name) for name in serving_kernels()}
     assert len(groups) > 12 and "other" not in groups.values(), groups
-    expected = {"_shrink": "adapters", "rope_kernel": "norm, rope, gate", "_linear": "linears", "_pick": "sampling"}
+    expected = {"_shrink": "adapters", "rope_kernel": "norm, rope, gate", "_linear": "linears", "_draw": "sampling"}
     assert {name: groups[name] for name in expected} == expected
     others = {
         "nvjet_tst_64x8_64x16_4x1_v_bz_TNT": "linears",

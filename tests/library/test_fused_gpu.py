@@ -159,8 +159,8 @@ def test_twenty_steps_lose_what_the_modules_do(seed: int, quantised: bool, varia
             fuse(model)
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             assert fast_share(model) == 1.0
-            # a rate at which what is rounded differently doesn't grow from step to step
-            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-4)
+        # a rate at which what is rounded differently doesn't grow from step to step
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-4)
         losses.append([])
         for _ in range(20):
             optimizer.zero_grad()

@@ -23,8 +23,8 @@ from torch import Tensor
 from peftkit_kernels import reference
 from peftkit_kernels.triton.compile import Specimen
 from peftkit_kernels.triton.nf4_decode import permute_levels, scale, select_levels, word_levels
-from peftkit_kernels.triton.nf4_few import few
-from peftkit_kernels.triton.nf4_wide import wide
+from peftkit_kernels.triton.nf4_few import few_kernel
+from peftkit_kernels.triton.nf4_wide import wide_kernel
 
 _BLOCK = tl.constexpr(64)  # weights under one scale
 
@@ -182,7 +182,7 @@ def _in_steps(x_TI: Tensor, quantised: Sequence[Tensor], bias_O: Tensor | None, 
     dependent = x_TI.is_cuda and _major(device) >= 9
     tile = config.num_warps * config.outs
     sums = torch.empty(2 * num_programs * config.rows * tile, dtype=torch.float32, device=device)
-    (few if config.span else wide)[(num_programs,)](
+    (few_kernel if config.span else wide_kernel)[(num_programs,)](
         x_TI,
         code_X.view(torch.int16),
         absmax_B,
@@ -490,7 +490,9 @@ def specimens(capability: int) -> Iterator[Specimen]:
             pointers = {"x": dtype, **quantised, "code": "*i16", "bias": dtype, "y": dtype, "sums": "*fp32"}
             signature = {**pointers, "arrived": "*i32", "num_rows": "i32", "x_stride": "i32:16"}
             signature |= dict.fromkeys(constants, "constexpr")
-            yield Specimen(few if config.span else wide, signature, constants, config.num_warps, num_stages=1)
+            yield Specimen(
+                few_kernel if config.span else wide_kernel, signature, constants, config.num_warps, num_stages=1
+            )
     constants = {"OUT": 4096, "SPLITS": 4, "HAS_BIAS": True, "BLOCK": _ADD}
     signature = {"sums": "*fp32", "bias": "*bf16", "y": "*bf16", "num_rows": "i32"}
     yield Specimen(_add_splits, signature | dict.fromkeys(constants, "constexpr"), constants, num_warps=4, num_stages=1)

@@ -22,7 +22,7 @@ from peftkit_kernels.triton.nf4_table import fill_levels, fill_scales, pair_leve
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def few(
+def few_kernel(
     x, code, absmax, absmax_code, absmax_scale, absmax_offset, bias, y, sums, arrived, num_rows, x_stride,
     OUT: tl.constexpr, IN: tl.constexpr, ROWS: tl.constexpr, ROW_TILES: tl.constexpr, SPAN: tl.constexpr,
     WARPS: tl.constexpr, OUTS: tl.constexpr, HAS_BIAS: tl.constexpr, TABLE: tl.constexpr, DEPENDENT: tl.constexpr,

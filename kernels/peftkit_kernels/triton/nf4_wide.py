@@ -14,7 +14,7 @@ from peftkit_kernels.triton.nf4_table import pair_levels, settle
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def wide(
+def wide_kernel(
     x, code, absmax, absmax_code, absmax_scale, absmax_offset, bias, y, sums, arrived, num_rows, x_stride,
     OUT: tl.constexpr, IN: tl.constexpr, ROWS: tl.constexpr, ROW_TILES: tl.constexpr, WARPS: tl.constexpr,
     PIECES: tl.constexpr, HAS_BIAS: tl.constexpr, TABLE: tl.constexpr, DEPENDENT: tl.constexpr,
