@@ -63,46 +63,16 @@ def sample(
         logits_NV, peak_NG, stride, VOCAB=vocab, GROUPS=num_groups, GROUP=_GROUP, CHUNK=peak_chunk, num_warps=4
     )
     _limit[(num_rows,)](
-        logits_NV,
-        temperature_N,
-        top_k_N,
-        top_p_N,
-        min_p_N,
-        seed_N,
-        step_N,
-        peak_NG,
-        few_NF,
-        peak_N,
-        limit_N,
-        token_N,
-        stride,
-        VOCAB=vocab,
-        GROUPS=num_groups,
-        GROUPS_PADDED=triton.next_power_of_2(num_groups),
-        GROUP=_GROUP,
-        FEW=few,
-        BLOCK=min(_LIMIT_BLOCK, max(16, triton.next_power_of_2(vocab))),
-        LAST_BIT=_LAST_BIT[logits_NV.dtype],
+        logits_NV, temperature_N, top_k_N, top_p_N, min_p_N, seed_N, step_N, peak_NG, few_NF, peak_N, limit_N, token_N,
+        stride, VOCAB=vocab, GROUPS=num_groups, GROUPS_PADDED=triton.next_power_of_2(num_groups), GROUP=_GROUP,
+        FEW=few, BLOCK=min(_LIMIT_BLOCK, max(16, triton.next_power_of_2(vocab))), LAST_BIT=_LAST_BIT[logits_NV.dtype],
         num_warps=_LIMIT_WARPS,
-    )
+    )  # fmt: skip
+    counters = _counters(device, triton.next_power_of_2(max(num_rows, 1024)))
     _draw[(num_rows, num_chunks)](
-        logits_NV,
-        temperature_N,
-        min_p_N,
-        peak_N,
-        limit_N,
-        token_N,
-        mass_NC,
-        _counters(device, triton.next_power_of_2(max(num_rows, 1024))),
-        seed_N,
-        step_N,
-        stride,
-        VOCAB=vocab,
-        CHUNKS=num_chunks,
-        CHUNKS_PADDED=triton.next_power_of_2(num_chunks),
-        CHUNK=chunk,
-        num_warps=8,
-    )
+        logits_NV, temperature_N, min_p_N, peak_N, limit_N, token_N, mass_NC, counters, seed_N, step_N, stride,
+        VOCAB=vocab, CHUNKS=num_chunks, CHUNKS_PADDED=triton.next_power_of_2(num_chunks), CHUNK=chunk, num_warps=8,
+    )  # fmt: skip
     return token_N
 
 
