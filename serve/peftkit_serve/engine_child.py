@@ -251,6 +251,12 @@ class _Child:
             messages = self._channel.receive()
         except EOFError:
             os._exit(1)  # the server is gone, and nothing of this lasts
+        except Exception as error:  # a function that is not here, as one of the server's `__main__`
+            if self._relay is not None:
+                raise
+            self._channel.send(("unmade", RunError(_line(error))))
+            self._end()
+            return
         for kind, *values in messages:
             getattr(self, kind)(*values)
 

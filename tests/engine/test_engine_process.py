@@ -61,6 +61,7 @@ def test_what_can_not_be_made_is_told_and_leaves_no_process(tmp_path: Path) -> N
         (partial(Engine, tmp_path / "nothing-here"), BaseModelError, "nothing-here", 2),
         (Code("lambda: {}['missing']"), RunError, "KeyError: 'missing'", 1),
         (Code("lambda: __import__('sys').exit('a panic')"), RunError, "SystemExit: a panic", 1),
+        (Code("nothing_of_this_name"), RunError, "NameError: name 'nothing_of_this_name'", 1),  # as one of `__main__`
         (Code("lambda: __import__('os').kill(__import__('os').getpid(), 9)"), RunError, "code -9", 1),
     ]
     engines = [EngineProcess() for _ in cases]
