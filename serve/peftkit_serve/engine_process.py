@@ -125,6 +125,20 @@ class _Adapters:
         return self.entries[name]
 
 
+def _pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected sockets that are none of a process's first three descriptors, even where those are closed: the
+    process that is started has others there."""
+    import fcntl  # where there are such processes at all
+
+    pair = socket.socketpair()
+    if min(one.fileno() for one in pair) > 2:
+        return pair
+    first, second = (socket.socket(fileno=fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, 3)) for one in pair)
+    for one in pair:
+        one.close()
+    return first, second
+
+
 class EngineProcess:
     """An `Engine` in a process of its own; a `ServedEngine` for the event loop that it is started on.
 
@@ -134,7 +148,7 @@ class EngineProcess:
 
     def __init__(self) -> None:
         """Starts the process, which imports what engines need meanwhile; `make` must follow, or `stop`."""
-        ours, theirs = socket.socketpair()
+        ours, theirs = _pair()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno())],

@@ -108,6 +108,24 @@ async def test_signals_are_the_servers_and_a_killed_process_ends_every_stream(
     engine.stop()
 
 
+NO_STANDARD_FILES = """
+from peftkit.errors import RunError
+from peftkit_serve import EngineProcess
+
+engine = EngineProcess()
+try:
+    engine.make(__import__("collections").OrderedDict.clear)
+except RunError as error:
+    raise SystemExit(70 if str(error).startswith("TypeError") else str(error))
+"""
+
+
+def test_a_server_may_be_started_without_standard_input_and_output() -> None:
+    command = 'exec "$0" -c "$1" 0<&- 1>&-'
+    ended = subprocess.run(["sh", "-c", command, sys.executable, NO_STANDARD_FILES], stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 70, ended.stderr
+
+
 FAULTY = """
 from peftkit_serve import Engine
 from peftkit_serve.http import write_json_lines
