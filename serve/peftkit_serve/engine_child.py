@@ -193,10 +193,6 @@ class _Child:
         """`_Relay.abandon`."""
         self._there.abandon(number)
 
-    def abort(self, request_id: str) -> None:
-        """`EngineThread.abort`."""
-        self._there.abort(request_id)
-
     def call(self, number: int, method: str, *values: Any) -> None:
         """Awaits a method of the engine thread and answers with its result, or its error."""
         self._begin(number, self._answer(number, getattr(self._there, method)(*values)))
