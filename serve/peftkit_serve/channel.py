@@ -26,11 +26,17 @@ class Channel:
         self._received = bytearray()
         self._changed = threading.Condition()
         self._backlog: deque[memoryview] = deque()
+        self._num_unsent = 0
         self._writer: threading.Thread | None = None
 
     def fileno(self) -> int:
         """The descriptor that becomes readable."""
         return self._socket.fileno()
+
+    @property
+    def num_unsent(self) -> int:
+        """Bytes that the kernel has no room for yet."""
+        return self._num_unsent
 
     def send(self, message: Any) -> None:
         """Sends a message, now or as soon as there is room. One that nobody will read is dropped."""
@@ -41,6 +47,7 @@ class Channel:
                 rest = rest[self._write(rest) :]
             if rest:
                 self._backlog.append(rest)
+                self._num_unsent += len(rest)
                 self._changed.notify_all()
                 if self._writer is None:
                     self._writer = threading.Thread(target=self._write_backlog, name="peftkit-channel", daemon=True)
@@ -102,7 +109,9 @@ class Channel:
             poll.poll()
             with self._changed:
                 rest = self._backlog[0]
-                rest = rest[self._write(rest) :]
+                taken = self._write(rest)
+                self._num_unsent -= taken
+                rest = rest[taken:]
                 if rest:
                     self._backlog[0] = rest
                 else:

@@ -193,10 +193,6 @@ class _Child:
         """`_Relay.abandon`."""
         self._there.abandon(number)
 
-    def abort(self, request_id: str) -> None:
-        """`EngineThread.abort`."""
-        self._there.abort(request_id)
-
     def call(self, number: int, method: str, *values: Any) -> None:
         """Awaits a method of the engine thread and answers with its result, or its error."""
         self._begin(number, self._answer(number, getattr(self._there, method)(*values)))
@@ -251,6 +247,12 @@ class _Child:
             messages = self._channel.receive()
         except EOFError:
             os._exit(1)  # the server is gone, and nothing of this lasts
+        except Exception as error:  # a function that is not here, as one of the server's `__main__`
+            if self._relay is not None:
+                raise
+            self._channel.send(("unmade", RunError(_line(error))))
+            self._end()
+            return
         for kind, *values in messages:
             getattr(self, kind)(*values)
 

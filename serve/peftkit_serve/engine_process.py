@@ -43,6 +43,8 @@ main(int(sys.argv[1]))
 """
 _STOP_S = 30.0
 """How long the engine's process may take to end: a step, and its last messages."""
+_MOST_UNSENT = 2**28
+"""Bytes that wait for a process that doesn't read, as one that is stopped, before requests are refused."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +74,7 @@ class _Stream:
         self.is_new = True
         self._wake()
 
-    def end(self, reason: FinishReason, error: str) -> None:
+    def end(self, reason: FinishReason, error: str | None) -> None:
         """Ends it without a word from the engine."""
         self.put((), "", {"finish_reason": reason, "error": error})
 
@@ -125,6 +127,20 @@ class _Adapters:
         return self.entries[name]
 
 
+def _pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected sockets that are none of a process's first three descriptors, even where those are closed: the
+    process that is started has others there."""
+    import fcntl  # where there are such processes at all
+
+    pair = socket.socketpair()
+    if min(one.fileno() for one in pair) > 2:
+        return pair
+    first, second = (socket.socket(fileno=fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, 3)) for one in pair)
+    for one in pair:
+        one.close()
+    return first, second
+
+
 class EngineProcess:
     """An `Engine` in a process of its own; a `ServedEngine` for the event loop that it is started on.
 
@@ -134,7 +150,7 @@ class EngineProcess:
 
     def __init__(self) -> None:
         """Starts the process, which imports what engines need meanwhile; `make` must follow, or `stop`."""
-        ours, theirs = socket.socketpair()
+        ours, theirs = _pair()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno())],
@@ -217,6 +233,8 @@ class EngineProcess:
     async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """`ServedEngine.generate`."""
         loop = self._running()
+        if self._channel.num_unsent > _MOST_UNSENT:
+            raise RunError("the engine's process does not take requests now")
         number = next(self._numbers)
         stream = self._streams[number] = _Stream(request.request_id, loop)
         try:
@@ -231,8 +249,12 @@ class EngineProcess:
                 self._channel.send(("abandon", number))
 
     def abort(self, request_id: str) -> None:
-        """`ServedEngine.abort`."""
-        self._channel.send(("abort", request_id))
+        """`ServedEngine.abort`, at once: it is a way out where the engine's process answers no more."""
+        for number, stream in list(self._streams.items()):
+            if stream.request_id == request_id:
+                del self._streams[number]
+                self._channel.send(("abandon", number))
+                stream.end("abort", None)
 
     async def add_adapter(self, name: str, path: str | Path) -> "AdapterEntry":
         """`ServedEngine.add_adapter`."""

@@ -55,8 +55,10 @@ def test_a_sender_waits_for_no_reader(ends: tuple[Channel, Channel]) -> None:
     for number in range(200):
         one.send((number, bytes(10**5)))
     assert time.monotonic() - begin < 5, "20 MB are more than a socket holds"
+    assert 10**7 < one.num_unsent < 2 * 10**7 + 10**6
     assert [number for number, _ in take(other, 200)] == list(range(200))
     one.flush(10)
+    assert one.num_unsent == 0
     one.send("next")
     assert take(other, 1) == ["next"]
 

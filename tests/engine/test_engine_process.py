@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from peftkit.errors import BaseModelError, PeftkitError, RunError
-from peftkit_serve import Engine, EngineProcess, Request, RequestOutput, SamplingParams
+from peftkit_serve import Engine, EngineProcess, Request, RequestOutput, SamplingParams, engine_process
 
 
 class Code:
@@ -61,6 +61,7 @@ def test_what_can_not_be_made_is_told_and_leaves_no_process(tmp_path: Path) -> N
         (partial(Engine, tmp_path / "nothing-here"), BaseModelError, "nothing-here", 2),
         (Code("lambda: {}['missing']"), RunError, "KeyError: 'missing'", 1),
         (Code("lambda: __import__('sys').exit('a panic')"), RunError, "SystemExit: a panic", 1),
+        (Code("nothing_of_this_name"), RunError, "NameError: name 'nothing_of_this_name'", 1),  # as one of `__main__`
         (Code("lambda: __import__('os').kill(__import__('os').getpid(), 9)"), RunError, "code -9", 1),
     ]
     engines = [EngineProcess() for _ in cases]
@@ -105,6 +106,59 @@ async def test_signals_are_the_servers_and_a_killed_process_ends_every_stream(
     with pytest.raises(RunError, match="not running"):
         await engine.add_adapter("a", base_folder)
     engine.stop()
+
+
+async def test_a_process_that_stands_still_holds_up_nobody_and_is_sent_no_more_than_it_may(
+    base_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_process, "_MOST_UNSENT", 2**20)
+    engine = EngineProcess()
+    engine.make(partial(Engine, base_folder, device="cpu", num_pages=64))
+    engine.start()
+    running = asyncio.create_task(outputs_of(engine, ask(150, "running")))
+    while not engine.stats()["requests_running"]:
+        await asyncio.sleep(0.002)
+    os.kill(engine.pid, signal.SIGSTOP)
+    tasks = [running, asyncio.create_task(outputs_of(engine, ask(1, "waiting")))]
+    await asyncio.sleep(0)
+    for request_id in ("running", "waiting", "of nobody"):
+        engine.abort(request_id)
+    async with asyncio.timeout(10):
+        assert [outputs[-1].finish_reason for outputs in await asyncio.gather(*tasks)] == ["abort"] * 2
+        with pytest.raises(RunError, match="does not take requests"):
+            for number in range(100):
+                asking = asyncio.create_task(outputs_of(engine, Request([1] * 100_000, None, request_id=f"r{number}")))
+                await asyncio.wait([asking], timeout=0.01)
+                engine.abort(f"r{number}")
+                await asking
+        os.kill(engine.pid, signal.SIGCONT)
+        while True:
+            try:
+                assert len((await outputs_of(engine, ask(5, "next")))[-1].token_ids) == 5
+                break
+            except RunError:
+                await asyncio.sleep(0.01)
+        while engine.stats()["requests_running"] or engine.stats()["pages_used"]:
+            await asyncio.sleep(0.01)
+    await asyncio.to_thread(engine.stop)
+
+
+NO_STANDARD_FILES = """
+from peftkit.errors import RunError
+from peftkit_serve import EngineProcess
+
+engine = EngineProcess()
+try:
+    engine.make(__import__("collections").OrderedDict.clear)
+except RunError as error:
+    raise SystemExit(70 if str(error).startswith("TypeError") else str(error))
+"""
+
+
+def test_a_server_may_be_started_without_standard_input_and_output() -> None:
+    command = 'exec "$0" -c "$1" 0<&- 1>&-'
+    ended = subprocess.run(["sh", "-c", command, sys.executable, NO_STANDARD_FILES], stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 70, ended.stderr
 
 
 FAULTY = """

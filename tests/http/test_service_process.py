@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -180,7 +181,16 @@ def test_ctrl_c_in_a_terminal_reaches_both_processes_and_drains(base_folder: Pat
 
 
 def test_a_server_whose_engine_is_killed_ends_with_an_error(base_folder: Path) -> None:
-    with command(base_folder) as (process, url, engine):
+    echo = {"model": "tiny", "prompt": ["\1" * 2040] * 256, "echo": True, "max_tokens": 1}  # 3 MB, computed once
+    with command(base_folder) as (process, url, engine), socket.socket() as unread:
+        unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        unread.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        content = json.dumps(echo).encode()
+        unread.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: " + str(len(content)).encode() + b"\r\n\r\n" + content
+        )
+        unread.recv(1)  # and no more: it isn't waited for
         with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}) as stream:
             lines = stream.iter_lines()
             next(lines)

@@ -130,7 +130,7 @@ class _Server(uvicorn.Server):
     def _drop_unread(self) -> None:
         """A client that takes nothing is waited for no longer, once the engine has said all that it had to say."""
         stats, now = self._service.engine.stats(), time.monotonic()
-        busy = stats["requests_running"] or stats["requests_waiting"]
+        busy = self._service.engine.alive and (stats["requests_running"] or stats["requests_waiting"])
         waiting = {one: num_bytes for one in self._connections() if (num_bytes := _num_unread(one.transport))}
         before, self._unread = self._unread, {}
         for connection, num_bytes in waiting.items():
