@@ -144,6 +144,9 @@ def run(argv: Sequence[str]) -> int:
 
 def main() -> NoReturn:
     """Entry point of the `peftkit` program."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started it
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
     sys.exit(run(sys.argv[1:]))
 
 

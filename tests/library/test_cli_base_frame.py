@@ -59,6 +59,11 @@ class TestHelp:
         assert main.run([]) == 2
         assert "Commands:" in capsys.readouterr().err
 
+    @pytest.mark.parametrize("closed", ["1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+    def test_it_runs_where_its_streams_are_closed(self, closed):
+        program = f"exec {sys.executable} -m peftkit.cli.main --version {closed}"
+        assert subprocess.run(["sh", "-c", program], check=False).returncode == 0
+
     def test_the_version_is_the_packages(self, capsys):
         assert main.run(["--version"]) == 0
         assert capsys.readouterr().out.strip().count(".") == 2
