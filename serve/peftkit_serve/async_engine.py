@@ -158,11 +158,7 @@ class AsyncEngine(EngineThread[_Stream]):
         return self.engine.room_behind(num_virtual)
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        """Runs a request and yields its outputs, the last one with a finish_reason.
-
-        Closing or cancelling the iteration aborts the request. Raises what `Engine.add_request` raises, and RunError
-        when the engine is not running.
-        """
+        """`ServedEngine.generate`."""
         stream = _Stream(asyncio.get_running_loop())
         ended = False
         try:

@@ -48,13 +48,11 @@ def recorder(monkeypatch: pytest.MonkeyPatch, compute_capability_90: None) -> It
     """Operations on the CPU launch their Triton kernels as on an H200; what these should have written is zeros."""
     monkeypatch.setattr(dispatch, "_DEVICES", frozenset({"cpu"}))
     monkeypatch.setattr(dispatch, "_triton", cache(dispatch._triton.__wrapped__))
-    for module in (segmented, lora, bottleneck):
-        monkeypatch.setattr(module, "capability_of", lambda device: 90)
-    monkeypatch.setattr(attention, "_capability", lambda device: 90)
+    for module in (segmented, lora, bottleneck, attention, linear):
+        monkeypatch.setattr(module, "capability_of", lambda device, interpreted: 90)
     monkeypatch.setattr(dependent, "has_dependents", lambda device: True)
-    monkeypatch.setattr(linear, "_capability", lambda device: 90)
     monkeypatch.setattr(linear, "_NARROW", 16)  # less than the base's sizes, no less than its adapters' ranks
-    monkeypatch.setattr(attention, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(attention, "multiprocessors_of", lambda device: 132)
     monkeypatch.setattr(runner, "compiled_together", lambda device: nullcontext())
     monkeypatch.setattr(runner, "auto_dtype", lambda *_: torch.bfloat16)
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):

@@ -194,7 +194,8 @@ def test_counters_are_zero_after_every_launch(seed: int, interpreted: ModuleType
     for deterministic, kind in ((False, "decode"), (True, "steady")):
         with small(interpreted, kind):
             first, again = (case.run(interpreted, deterministic=deterministic) for _ in range(2))
-        assert first.equal(again) and not interpreted._counters(case.q.device).any()
+        counters = interpreted.counters_of("paged_attention", interpreted._COUNTERS, case.q.device)
+        assert first.equal(again) and not counters.any()
 
 
 LLAMA, QWEN = ((32, 8), 128), ((12, 2), 128)

@@ -63,17 +63,17 @@ def test_tiles_are_cut_or_shared_out(
     config = module.Config(1 if rows == 1 else 16, 16, 32, 1, 2, 1)
     x, weight = drawn(rows, out_features, in_features, torch.float16)
     for multiprocessors in (2, 11):
-        monkeypatch.setattr(module, "_multiprocessors", lambda device, number=multiprocessors: number)
+        monkeypatch.setattr(module, "multiprocessors_of", lambda device, number=multiprocessors: number)
         with module.override(config):
             check(module.linear, assert_near, x, weight)
-    module._counters.cache_clear()
+    module.counters_of.cache_clear()
 
 
 def test_parts_are_counted_back_to_zero(seed: int, module: ModuleType) -> None:
     x, weight = drawn(2, 32, 1024, torch.float16)
-    assert module._share_out(32, 1024, module._config(2), module._multiprocessors(x.device))[1] > 1
+    assert module._share_out(32, 1024, module._config(2), module.multiprocessors_of(x.device))[1] > 1
     module.linear(x, weight)
-    assert not module._counters(x.device).any()
+    assert not module.counters_of("linear", module._COUNTERS, x.device).any()
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -108,7 +108,7 @@ def test_what_the_kernel_is_not_for_is_the_references(
     cases += [(x[:2], weight[:7])]
     for rows, matrix in cases:
         assert torch.equal(module.linear(rows, matrix), F.linear(rows, matrix))
-    for name, value in (("_NARROW", 64), ("_capability", lambda device: 80)):
+    for name, value in (("_NARROW", 64), ("capability_of", lambda device, interpreted: 80)):
         with monkeypatch.context() as changed:
             changed.setattr(module, name, value)
             assert torch.equal(module.linear(x[:2], weight), F.linear(x[:2], weight))

@@ -94,7 +94,7 @@ def test_programs_that_share_tiles_of_outputs_and_of_rows(
     with module.override(module.Few(rows, span, outs, num_warps, per_sm=1)):
         check_linear(module, assert_near, rows - 1, 70, 256, torch.float32)
         check_linear(module, assert_near, rows + 1, 33, 320, torch.float16)
-    assert not module._counters(torch.device("cpu"), 1 << 14).any()
+    assert not module.counters_of("nf4_linear", 1 << 14, torch.device("cpu")).any()
 
 
 @pytest.mark.parametrize("size", [(16, 64), (5, 64), (7, 9)], ids=str)

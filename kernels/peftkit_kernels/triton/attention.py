@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import product
 from types import MappingProxyType
 from typing import Any, Literal
@@ -26,6 +25,7 @@ from peftkit_kernels.triton.attention_prefill import prefill_kernel
 from peftkit_kernels.triton.attention_steady import steady_kernel
 from peftkit_kernels.triton.compile import Specimen
 from peftkit_kernels.triton.dependent import begins_early, launch_options
+from peftkit_kernels.triton.device import capability_of, counters_of, multiprocessors_of
 
 Kind = Literal["few", "decode", "prefill", "steady"]
 """Few: decode of so few rows and KV heads that the shares must be many to fill the card."""
@@ -72,7 +72,6 @@ CONFIGS: Mapping[tuple[Kind, int], Config] = MappingProxyType(
 
 _OVERRIDE: ContextVar[Config | None] = ContextVar("attention config", default=None)
 _COUNTERS = 1 << 16
-_SM_WITHOUT_GPU = 8  # in Triton's interpreter, so that shares are tested
 
 
 def candidates(kind: Kind) -> list[Config]:
@@ -182,11 +181,11 @@ class _Batch:
         )
 
     def config(self, kind: Kind) -> Config:
-        return _config(kind, _capability(self.q.device), self.q.shape[2], self.q.element_size())
+        return _config(kind, capability_of(self.q.device, 0), self.q.shape[2], self.q.element_size())
 
     def num_shares(self, rows: int, config: Config) -> int:
         """Programs for each row and KV head: enough for the card, none for fewer than `share` positions."""
-        wanted = triton.cdiv(_multiprocessors(self.q.device) * config.per_sm, rows * self.num_kv)
+        wanted = triton.cdiv(multiprocessors_of(self.q.device) * config.per_sm, rows * self.num_kv)
         return max(1, min(max(wanted, config.shares), triton.cdiv(self.page.shape[1] * self.kv.shape[1], config.share)))
 
     def partial(self, rows: int, parts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -194,12 +193,12 @@ class _Batch:
         lines = rows * self.num_kv * parts * self.group
         block_d = triton.next_power_of_2(self.q.shape[2])
         part, stat = (self.q.new_empty(lines * width, dtype=torch.float32) for width in (block_d, 2))
-        return part, stat, _counters(self.q.device)
+        return part, stat, counters_of("paged_attention", _COUNTERS, self.q.device)
 
 
 def _decode(batch: _Batch, *, each_row: bool) -> None:
     rows = batch.q.shape[0] if each_row else batch.page.shape[0]
-    few = rows * batch.num_kv < 2 * _multiprocessors(batch.q.device)
+    few = rows * batch.num_kv < 2 * multiprocessors_of(batch.q.device)
     config = batch.config("few" if few else "decode")
     shares = batch.num_shares(rows, config) if rows * batch.num_kv <= _COUNTERS else 1
     dependent = each_row and begins_early(batch.q.device, rows)
@@ -291,24 +290,6 @@ def _config(kind: Kind, capability: int, head: int, element_bytes: int) -> Confi
     if element_bytes > 2:
         return replace(config, block_m=min(config.block_m, 32), block_n=16, num_warps=4, num_stages=2)
     return replace(config, block_n=max(16, config.block_n * 128 // max(128, triton.next_power_of_2(head))))
-
-
-@cache
-def _capability(device: torch.device) -> int:
-    """Compute capability as in 90; 0 in the interpreter."""
-    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    return 10 * major + minor
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _SM_WITHOUT_GPU
-
-
-@cache
-def _counters(device: torch.device) -> Tensor:
-    """Zeros that every launch leaves zero again. One stream at a time may run attention on a device."""
-    return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
 
 
 _INTEGERS = ("page", "cu_seqlens", "context", "virtual", "arrived")

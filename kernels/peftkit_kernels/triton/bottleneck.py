@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from peftkit_kernels.segments import max_width
 from peftkit_kernels.triton.compile import Specimen
+from peftkit_kernels.triton.device import capability_of
 from peftkit_kernels.triton.segmented import (
     CONFIGS,
     Config,
@@ -26,7 +27,6 @@ from peftkit_kernels.triton.segmented import (
     add_shares,
     add_shrunk,
     candidates,
-    capability_of,
     cuts_of,
     locate,
     override,
@@ -63,7 +63,7 @@ def grouped_bottleneck(
     room = max_width(hidden)
     inner = torch.empty((shares, num_rows, room), dtype=torch.float32, device=y_TH.device)
     rows = (row_X, segment_start_G1, segment_slot_G)
-    pdl = capability_of(y_TH.device) >= 90
+    pdl = capability_of(y_TH.device, 80) >= 90
     launch = {"launch_pdl": True} if pdl else {}
     sizes = (num_rows, num_segments, hidden, room)
     _down[(tiles_of(num_rows, num_segments, cuts.shrink_rows), shares)](

@@ -6,11 +6,11 @@ the end of a kernel is the end of all before it, also for the next one, which ma
 """
 # pyright: reportMissingParameterType=false
 
-from functools import cache
-
 import torch
 import triton
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from peftkit_kernels.triton.device import capability_of
 
 MAX_ROWS = 32
 """Of steps whose kernels begin early. With more, where cuBLAS multiplies, a step took 1 % longer so."""
@@ -21,10 +21,9 @@ def begins_early(device: torch.device, num_rows: int) -> bool:
     return num_rows <= MAX_ROWS and has_dependents(device)
 
 
-@cache
 def has_dependents(device: torch.device) -> bool:
     """Whether kernels on a device can begin before the last one has ended."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return capability_of(device, 0) >= 90
 
 
 def launch_options(dependent: bool) -> dict[str, bool]:

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
 from types import MappingProxyType
 
@@ -27,6 +26,7 @@ from peftkit_kernels import reference
 from peftkit_kernels.segments import MAX_RANK
 from peftkit_kernels.triton.compile import Specimen
 from peftkit_kernels.triton.dependent import MAX_ROWS, begins_early, launch_options, wait_turn
+from peftkit_kernels.triton.device import capability_of, counters_of, multiprocessors_of
 
 _WIDE, _MAX_WIDE_ROWS = 1 << 16, 64
 """More than MAX_ROWS rows are cuBLAS's, as it is quicker, but where there are so many outputs, as of an embedding."""
@@ -67,7 +67,6 @@ _MAX_SPLITS = 16
 _SEND = tl.constexpr(
     "{ .reg .pred sends; setp.eq.s32 sends, $3, 0; @sends cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"
 )
-_SM_WITHOUT_GPU = 8  # in Triton's interpreter, so that tiles are cut and shared out in tests
 
 
 def candidates(kind: str) -> Iterator[Config]:
@@ -109,7 +108,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, det
     if x_TI.stride(1) != 1 or x_TI.stride(0) % 8 or x_TI.data_ptr() % 16:
         x_TI = x_TI.clone(memory_format=torch.contiguous_format)
     config = _config(num_rows)
-    programs, num_splits = _share_out(out_features, in_features, config, _multiprocessors(device))
+    programs, num_splits = _share_out(out_features, in_features, config, multiprocessors_of(device))
     num_sums = programs * config.rows * config.outs if num_splits > 1 else 0
     dependent = begins_early(device, num_rows)
     _linear[(programs,)](
@@ -118,7 +117,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, det
         y_TO if bias_O is None else bias_O,
         y_TO,
         torch.empty(num_sums, dtype=torch.float32, device=device),
-        _counters(device),
+        counters_of("linear", _COUNTERS, device),
         num_rows,
         out_features // 8,
         in_features // 8,
@@ -140,7 +139,7 @@ def _takes(x_TI: Tensor, weight_OI: Tensor) -> bool:
     aligned = weight_OI.stride(1) == 1 and weight_OI.stride(0) % 8 == 0 and weight_OI.data_ptr() % 16 == 0
     eights = out_features % 8 == 0 and in_features % 8 == 0 and in_features > _NARROW
     half = x_TI.dtype in (torch.bfloat16, torch.float16)
-    return few and aligned and eights and half and _capability(x_TI.device) >= 90
+    return few and aligned and eights and half and capability_of(x_TI.device, 90) >= 90
 
 
 @triton.jit(do_not_specialize=["num_rows", "out_8", "in_8", "x_stride_8", "weight_stride_8", "num_splits"])
@@ -289,24 +288,6 @@ def _share_out(out_features: int, in_features: int, config: Config, multiprocess
 
 def _config(num_rows: int) -> Config:
     return _OVERRIDE.get() or next(config for rows, config in CONFIGS.items() if num_rows <= rows)
-
-
-@cache
-def _capability(device: torch.device) -> int:
-    """Compute capability as in 90, which it is in the interpreter."""
-    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-    return 10 * major + minor
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _SM_WITHOUT_GPU
-
-
-@cache
-def _counters(device: torch.device) -> Tensor:
-    """Zeros that every launch leaves zero again. One stream at a time may run products on a device."""
-    return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
 
 
 def specimens(capability: int = 90) -> Iterator[Specimen]:

@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from peftkit_kernels.segments import MAX_RANK
 from peftkit_kernels.triton.compile import Specimen
+from peftkit_kernels.triton.device import capability_of
 from peftkit_kernels.triton.lora_walk import expand_walk
 from peftkit_kernels.triton.segmented import (
     CONFIGS,
@@ -26,10 +27,10 @@ from peftkit_kernels.triton.segmented import (
     add_shares,
     add_shrunk,
     candidates,
-    capability_of,
     cuts_of,
     locate,
     override,
+    projection_of,
     tiles_of,
 )
 from peftkit_kernels.triton.segmented import config as _config
@@ -69,7 +70,7 @@ def grouped_lora(
     inner = torch.empty((shares, num_rows, num_projections, MAX_RANK), dtype=torch.float32, device=y_TO.device)
     rows = (row_X, segment_start_G1, segment_slot_G)
     sizes = (num_rows, num_segments, offset_a_PS.shape[1])
-    pdl = capability_of(y_TO.device) >= 90
+    pdl = capability_of(y_TO.device, 80) >= 90
     launch = {"launch_pdl": True} if pdl else {}
     constants = _shrink_constants(cuts, num_projections, features, pdl)
     tiles = tiles_of(num_rows, num_segments, cuts.shrink_rows)
@@ -179,14 +180,7 @@ def _expand(
 ):  # fmt: skip
     """BLOCK_N columns of one projection for one tile. What doesn't come from `_shrink` is loaded before the wait."""
     s, first, count = locate(start, slot, tl.program_id(0), num_rows, num_segments, BLOCK_M)
-    block, p, column, out = tl.program_id(1), 0, 0, OUT[0]
-    for q in tl.static_range(1, PROJECTIONS):
-        blocks = tl.cdiv(OUT[q - 1], BLOCK_N)
-        behind = (block >= blocks) & (p == q - 1)
-        block = tl.where(behind, block - blocks, block)
-        column = tl.where(behind, column + OUT[q - 1], column)
-        out = tl.where(behind, OUT[q], out)
-        p = tl.where(behind, q, p)
+    p, column, out, block = projection_of(tl.program_id(1), BLOCK_N, OUT, PROJECTIONS)
     r = tl.load(rank + p * num_slots + s)
     offset = tl.load(offset_b + p * num_slots + s)
     weight = tl.load(scale + p * num_slots + s)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from peftkit_kernels.triton.segmented import locate
+from peftkit_kernels.triton.segmented import locate, projection_of
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_segments", "num_slots", "blocks"])
@@ -18,14 +18,7 @@ def expand_walk(
 ):  # fmt: skip
     """`blocks` blocks of BLOCK_N columns of one projection for one tile."""
     s, first, count = locate(start, slot, tl.program_id(0), num_rows, num_segments, BLOCK_M)
-    walk, p, column, out = tl.program_id(1), 0, 0, OUT[0]
-    for q in tl.static_range(1, PROJECTIONS):
-        walks = tl.cdiv(OUT[q - 1], BLOCK_N * blocks)
-        behind = (walk >= walks) & (p == q - 1)
-        walk = tl.where(behind, walk - walks, walk)
-        column = tl.where(behind, column + OUT[q - 1], column)
-        out = tl.where(behind, OUT[q], out)
-        p = tl.where(behind, q, p)
+    p, column, out, walk = projection_of(tl.program_id(1), BLOCK_N * blocks, OUT, PROJECTIONS)
     r = tl.load(rank + p * num_slots + s)
     offset = tl.load(offset_b + p * num_slots + s)
     weight = tl.load(scale + p * num_slots + s)

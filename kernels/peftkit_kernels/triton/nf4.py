@@ -9,7 +9,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import product
 from types import MappingProxyType
 from typing import TypeVar
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from peftkit_kernels import reference
 from peftkit_kernels.triton.compile import Specimen
+from peftkit_kernels.triton.device import capability_of, counters_of
 from peftkit_kernels.triton.nf4_decode import permute_levels, scale, select_levels, word_levels
 from peftkit_kernels.triton.nf4_few import few_kernel
 from peftkit_kernels.triton.nf4_wide import wide_kernel
@@ -179,7 +179,7 @@ def _in_steps(x_TI: Tensor, quantised: Sequence[Tensor], bias_O: Tensor | None, 
         absmax_B = absmax_B.clone()
     x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
     row_tiles, num_tiles, num_programs = _cut(config, num_rows, out_features, in_features, device)
-    dependent = x_TI.is_cuda and _major(device) >= 9
+    dependent = x_TI.is_cuda and capability_of(device, 90) >= 90
     tile = config.num_warps * config.outs
     sums = torch.empty(2 * num_programs * config.rows * tile, dtype=torch.float32, device=device)
     (few_kernel if config.span else wide_kernel)[(num_programs,)](
@@ -190,7 +190,7 @@ def _in_steps(x_TI: Tensor, quantised: Sequence[Tensor], bias_O: Tensor | None, 
         y_TO if bias_O is None else bias_O,
         y_TO,
         sums,
-        _counters(device, triton.next_power_of_2(max(2 * num_tiles, 1 << 14))),
+        counters_of("nf4_linear", triton.next_power_of_2(max(2 * num_tiles, 1 << 14)), device),
         num_rows,
         x_TI.stride(0),
         OUT=out_features,
@@ -206,12 +206,6 @@ def _in_steps(x_TI: Tensor, quantised: Sequence[Tensor], bias_O: Tensor | None, 
     )
 
 
-@cache
-def _counters(device: torch.device, count: int) -> Tensor:
-    """Zeros that every launch leaves zero again. One stream at a time may multiply on a device."""
-    return torch.zeros(count, dtype=torch.int32, device=device)
-
-
 def _few_constants(config: Few, row_tiles: int) -> dict[str, int]:
     constants = {"ROWS": config.rows, "ROW_TILES": row_tiles, "WARPS": config.num_warps}
     pieces = 2 if config.num_warps * config.rows > 128 else 1
@@ -224,7 +218,7 @@ def _in_parts(
     num_rows, out_features = y_TO.shape
     in_features = x_TI.shape[1]
     x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
-    major = _major(x_TI.device)
+    major = capability_of(x_TI.device, 90) // 10
     config = _config(MAX_ROWS if deterministic else num_rows)
     tiles = triton.cdiv(out_features, config.outs)
     num_splits = _splits(tiles * config.num_warps, in_features // 64, _MULTIPROCESSORS.get(major, 148))
@@ -438,7 +432,7 @@ def _few(num_rows: int, out_features: int, in_features: int, x_TI: Tensor) -> Fe
     if _overridden(Few) or num_rows <= 8:
         return config
     _, num_tiles, num_programs = _cut(config, num_rows, out_features, in_features, x_TI.device)
-    return config if _major(x_TI.device) == 9 and num_programs <= _MOST_SHARES * num_tiles else None
+    return config if capability_of(x_TI.device, 90) // 10 == 9 and num_programs <= _MOST_SHARES * num_tiles else None
 
 
 def _cut(config: Few, num_rows: int, out_features: int, in_features: int, device: torch.device) -> tuple[int, int, int]:
@@ -446,7 +440,8 @@ def _cut(config: Few, num_rows: int, out_features: int, in_features: int, device
     row_tiles = triton.cdiv(num_rows, config.rows)
     num_tiles = row_tiles * triton.cdiv(out_features, config.num_warps * config.outs)
     num_steps = num_tiles * (in_features // (64 * max(config.span, 1)))
-    return row_tiles, num_tiles, min(config.per_sm * _MULTIPROCESSORS.get(_major(device), 148), num_steps)
+    room = config.per_sm * _MULTIPROCESSORS.get(capability_of(device, 90) // 10, 148)
+    return row_tiles, num_tiles, min(room, num_steps)
 
 
 def _splits(num_warps: int, blocks: int, multiprocessors: int) -> int:
@@ -460,11 +455,6 @@ def _splits(num_warps: int, blocks: int, multiprocessors: int) -> int:
         return busiest * (triton.cdiv(blocks, splits) + 6)
 
     return min(range(1, max(1, min(16, blocks // 8)) + 1), key=cost)
-
-
-@cache
-def _major(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
 def specimens(capability: int) -> Iterator[Specimen]:

@@ -107,6 +107,13 @@ def _word_asm() -> str:
     return "{ " + " ".join(lines) + " }"
 
 
+def level_words(dtype: torch.dtype) -> list[str]:
+    """NF4's 16 levels in a 16-bit dtype as eight words: four of their low bytes, then four of their high ones."""
+    with _disable_current_modes():  # the first use may be a rehearsal on tensors without data
+        table = torch.tensor(NF4, dtype=torch.float32).to(dtype).view(torch.uint8).view(16, 2).T.contiguous()
+        return [f"0x{word & 0xFFFFFFFF:08x}" for word in table.view(torch.int32).flatten().tolist()]
+
+
 def _permute_asm(dtype: torch.dtype) -> str:
     """Register $q takes the levels of byte q of $4, the high nibble's first.
 
@@ -114,9 +121,7 @@ def _permute_asm(dtype: torch.dtype) -> str:
     same time. The tables don't depend on $4 and leave the loop; a zero that ptxas
     can't see through keeps them out of uniform registers, from which each permute would first have to copy them.
     """
-    with _disable_current_modes():  # the first use may be a rehearsal on tensors without data
-        table = torch.tensor(NF4, dtype=torch.float32).to(dtype).view(torch.uint8).view(16, 2).T.contiguous()
-        words = [f"0x{word & 0xFFFFFFFF:08x}" for word in table.view(torch.int32).flatten().tolist()]
+    words = level_words(dtype)
     look_up = [
         "prmt.b32 below, t0, t1, index;",
         "prmt.b32 above, t2, t3, index;",

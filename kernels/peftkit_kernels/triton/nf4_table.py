@@ -9,10 +9,8 @@ its address, the others read it there, one byte product (the address) and one lo
 import torch
 import triton
 import triton.language as tl
-from torch.utils._python_dispatch import _disable_current_modes
 
-from peftkit_kernels.reference import NF4
-from peftkit_kernels.triton.nf4_decode import level
+from peftkit_kernels.triton.nf4_decode import level, level_words
 
 TABLE_BYTES = (256 * 32 + 256) * 4
 
@@ -82,9 +80,7 @@ def scale_code(byte, scales, absmax_code, TABLE: tl.constexpr):
 
 
 def _fill_asm(dtype: torch.dtype) -> str:
-    with _disable_current_modes():  # the first use may be a rehearsal on tensors without data
-        table = torch.tensor(NF4, dtype=torch.float32).to(dtype).view(torch.uint8).view(16, 2).T.contiguous()
-        words = [f"0x{word & 0xFFFFFFFF:08x}" for word in table.view(torch.int32).flatten().tolist()]
+    words = level_words(dtype)
     lines = [
         ".shared .align 128 .b32 nf4_levels[8192];",
         ".reg .b32 entry, threads, step, at, index, choice, below, above, low, high, value;",

@@ -12,7 +12,6 @@ draw     otherwise float64 weights of each chunk of the row; the program that fi
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 
 from collections.abc import Iterator
-from functools import cache
 
 import torch
 import triton
@@ -20,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peftkit_kernels.triton.compile import Specimen
+from peftkit_kernels.triton.device import counters_of
 
 _CHUNK = 2048  # logits a program of the passes that are spread over the card
 _PEAK_CHUNK = 4096
@@ -68,18 +68,12 @@ def sample(
         FEW=few, BLOCK=min(_LIMIT_BLOCK, max(16, triton.next_power_of_2(vocab))), LAST_BIT=_LAST_BIT[logits_NV.dtype],
         num_warps=_LIMIT_WARPS,
     )  # fmt: skip
-    counters = _counters(device, triton.next_power_of_2(max(num_rows, 1024)))
+    counters = counters_of("sample", triton.next_power_of_2(max(num_rows, 1024)), device)
     _draw[(num_rows, num_chunks)](
         logits_NV, temperature_N, min_p_N, peak_N, limit_N, token_N, mass_NC, counters, seed_N, step_N, stride,
         VOCAB=vocab, CHUNKS=num_chunks, CHUNKS_PADDED=triton.next_power_of_2(num_chunks), CHUNK=chunk, num_warps=8,
     )  # fmt: skip
     return token_N
-
-
-@cache
-def _counters(device: torch.device, count: int) -> Tensor:
-    """Zeros that every launch leaves zero again. One stream at a time may sample on a device."""
-    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 @triton.jit

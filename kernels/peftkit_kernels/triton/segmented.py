@@ -7,6 +7,7 @@ start[g] // M + g on, which never overlap, so X // M + G programs cover every ta
 are numbered by the row.
 """
 # pyright: reportMissingParameterType=false, reportOperatorIssue=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from typing import Literal
 import torch
 import triton
 import triton.language as tl
+
+from peftkit_kernels.triton.device import capability_of
 
 Kind = Literal["one", "each", "group", "few", "wide", "crowd", "some", "many", "walk", "long", "deep", "steady"]
 Operation = Literal["lora", "bottleneck"]
@@ -163,7 +166,7 @@ def config(
     override = _OVERRIDE.get()
     if override is not None and not deterministic:
         return override
-    return cuts_of(kind_of(operation, num_rows, num_segments, deterministic, columns), capability_of(device))
+    return cuts_of(kind_of(operation, num_rows, num_segments, deterministic, columns), capability_of(device, 80))
 
 
 def candidates(kind: Kind) -> Iterator[Config]:
@@ -183,14 +186,6 @@ def override(cuts: Config) -> Iterator[None]:
         _OVERRIDE.reset(token)
 
 
-def capability_of(device: torch.device) -> int:
-    """Compute capability, 90 for 9.0; 80 in the interpreter."""
-    if device.type != "cuda":
-        return 80
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
 @triton.jit
 def locate(start, slot, tile, num_rows, num_segments, BLOCK_M: tl.constexpr):
     """A tile's slot, first entry of `row_X` and number of rows, which is 0 or less where there is none."""
@@ -207,6 +202,21 @@ def locate(start, slot, tile, num_rows, num_segments, BLOCK_M: tl.constexpr):
     end = tl.load(start + segment + 1)
     first = tile if BLOCK_M == 1 else begin + (tile - begin // BLOCK_M - segment) * BLOCK_M
     return tl.load(slot + segment), first, tl.minimum(end - first, BLOCK_M)
+
+
+@triton.jit
+def projection_of(number, span, OUT: tl.constexpr, PROJECTIONS: tl.constexpr):
+    """Of a program's number among spans of columns: its projection, that one's first column in y and number of columns,
+    and the number within it."""
+    p, column, out = 0, 0, OUT[0]
+    for q in tl.static_range(1, PROJECTIONS):
+        numbers = tl.cdiv(OUT[q - 1], span)
+        behind = (number >= numbers) & (p == q - 1)
+        number = tl.where(behind, number - numbers, number)
+        column = tl.where(behind, column + OUT[q - 1], column)
+        out = tl.where(behind, OUT[q], out)
+        p = tl.where(behind, q, p)
+    return p, column, out, number
 
 
 @triton.jit
