@@ -84,17 +84,47 @@ def test_a_deterministic_row_has_the_same_bits_in_any_company(seed: int, interpr
     assert torch.equal(module.nf4_linear(x[3:20], *parts, 6, deterministic=True), together[3:20])
 
 
-@pytest.mark.parametrize("cut", [(4, 2, 16, 1), (8, 1, 32, 2), (8, 0, 16, 2)], ids=str)
+CUTS = (
+    {"rows": 4, "span": 2, "outs": 16, "num_warps": 1},
+    {"rows": 8, "span": 1, "outs": 32, "num_warps": 2},
+    {"rows": 8, "span": 0, "outs": 16, "num_warps": 2},
+    {"rows": 4, "span": 2, "outs": 16, "num_warps": 4, "deep": 2, "ahead": 2, "x_ahead": True, "hint": 3},
+    {"rows": 8, "span": 1, "outs": 16, "num_warps": 4, "deep": 4, "ahead": 2, "x_ahead": True},
+    {"rows": 8, "span": 1, "outs": 16, "num_warps": 4, "deep": 4, "x_ahead": True, "whole": True},
+)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=lambda cut: "-".join(str(int(value)) for value in cut.values()))
 def test_programs_that_share_tiles_of_outputs_and_of_rows(
-    seed: int, assert_near: Near, interpreter: Interpreter, monkeypatch: pytest.MonkeyPatch, cut: tuple[int, ...]
+    seed: int, assert_near: Near, interpreter: Interpreter, monkeypatch: pytest.MonkeyPatch, cut: dict[str, int]
 ) -> None:
     module = interpreter("nf4")
     monkeypatch.setattr(module, "_MULTIPROCESSORS", {9: 5})
-    rows, span, outs, num_warps = cut
-    with module.override(module.Few(rows, span, outs, num_warps, per_sm=1)):
-        check_linear(module, assert_near, rows - 1, 70, 256, torch.float32)
-        check_linear(module, assert_near, rows + 1, 33, 320, torch.float16)
+    with module.override(module.Few(**cut, per_sm=1)):
+        check_linear(module, assert_near, cut["rows"] - 1, 70, 256, torch.float32)
+        check_linear(module, assert_near, cut["rows"] + 1, 33, 320, torch.float16)
     assert not module.counters_of("nf4_linear", 1 << 14, torch.device("cpu")).any()
+
+
+def test_programs_take_whole_tiles_where_these_are_even_and_share_them_elsewhere(
+    interpreter: Interpreter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, cpu = interpreter("nf4"), torch.device("cpu")
+    monkeypatch.setattr(module, "_MULTIPROCESSORS", {9: 10})
+    config = module.Few(rows=4, span=2, outs=32, num_warps=4, per_sm=1, deep=4, whole=True)
+    assert module._cut(config, 3, 32 * 19, 1024, cpu) == (1, 19, 10, 0)
+    assert module._cut(config, 3, 32 * 11, 1024, cpu) == (1, 11, 10, 2)
+    shared = module.replace(config, whole=False)
+    assert module._cut(shared, 3, 32 * 4, 1024, cpu) == (1, 4, 8, 2)
+    assert module._cut(shared, 5, 32 * 4, 1024, cpu) == (2, 8, 10, 2)
+
+
+@pytest.mark.parametrize(("tiles", "depth", "programs"), [(3, 7, 10), (5, 4, 7), (32, 28, 528), (9, 13, 9), (2, 5, 10)])
+def test_no_more_programs_share_a_tile_than_the_last_one_adds_up(tiles: int, depth: int, programs: int) -> None:
+    steps = tiles * depth
+    owner = [next(p for p in range(programs) if step < (p + 1) * steps // programs) for step in range(steps)]
+    sharers = max(len(set(owner[tile * depth : (tile + 1) * depth])) for tile in range(tiles))
+    assert sharers <= min(depth, -(-programs // tiles) + 1)
 
 
 @pytest.mark.parametrize("size", [(16, 64), (5, 64), (7, 9)], ids=str)

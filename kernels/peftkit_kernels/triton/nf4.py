@@ -21,12 +21,12 @@ from torch import Tensor
 
 from peftkit_kernels import reference
 from peftkit_kernels.triton.compile import Specimen
+from peftkit_kernels.triton.dependent import begins_early, has_dependents, launch_options
 from peftkit_kernels.triton.device import capability_of, counters_of
-from peftkit_kernels.triton.nf4_decode import permute_levels, scale, select_levels, word_levels
+from peftkit_kernels.triton.nf4_decode import scale, word_levels
 from peftkit_kernels.triton.nf4_few import few_kernel
+from peftkit_kernels.triton.nf4_parts import add_parts_kernel, parts_kernel
 from peftkit_kernels.triton.nf4_wide import wide_kernel
-
-_BLOCK = tl.constexpr(64)  # weights under one scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,16 @@ class Few:
     """Programs a multiprocessor."""
     registers: int | None = None
     """Of a thread, at most."""
+    deep: int = 1
+    """Warps that share outputs and have inputs of their own; fewer where there are too few inputs."""
+    ahead: int = 1
+    """Steps between loading codes and using them, 1 or 2."""
+    x_ahead: bool = False
+    """Whether x is loaded a step before its use."""
+    hint: int = 0
+    """Steps between sending for codes, to L2, and using them."""
+    whole: bool = False
+    """Whether programs have whole tiles, where these are dealt out evenly enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +107,8 @@ CONFIGS: Mapping[int, Config] = MappingProxyType(
 
 MAX_ROWS = 64
 """More rows than this go through dequantised weights and cuBLAS."""
+
+_EVEN = 0.9  # share of the card at least that whole tiles must keep busy
 
 _MULTIPROCESSORS: Mapping[int, int] = MappingProxyType({8: 108, 9: 132, 10: 148})
 C = TypeVar("C", Config, Few, Flat)
@@ -178,10 +190,10 @@ def _in_steps(x_TI: Tensor, quantised: Sequence[Tensor], bias_O: Tensor | None, 
     if absmax_B.data_ptr() % 2:  # scales are read two at a time
         absmax_B = absmax_B.clone()
     x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
-    row_tiles, num_tiles, num_programs = _cut(config, num_rows, out_features, in_features, device)
-    dependent = x_TI.is_cuda and capability_of(device, 90) >= 90
-    tile = config.num_warps * config.outs
-    sums = torch.empty(2 * num_programs * config.rows * tile, dtype=torch.float32, device=device)
+    row_tiles, num_tiles, num_programs, most = _cut(config, num_rows, out_features, in_features, device)
+    dependent = x_TI.is_cuda and has_dependents(device)
+    num_sums = 2 * num_programs * config.rows * _outs(config) if most else 0
+    sums = torch.empty(num_sums, dtype=torch.float32, device=device)
     (few_kernel if config.span else wide_kernel)[(num_programs,)](
         x_TI,
         code_X.view(torch.int16),
@@ -195,21 +207,28 @@ def _in_steps(x_TI: Tensor, quantised: Sequence[Tensor], bias_O: Tensor | None, 
         x_TI.stride(0),
         OUT=out_features,
         IN=in_features,
-        **_few_constants(config, row_tiles),
+        **_few_constants(config, row_tiles, most),
         HAS_BIAS=bias_O is not None,
         TABLE=x_TI.is_cuda,
         DEPENDENT=dependent,
         num_warps=config.num_warps,
         num_stages=1,
         maxnreg=config.registers,
-        **({"launch_pdl": True} if dependent else {}),
+        **launch_options(dependent),
     )
 
 
-def _few_constants(config: Few, row_tiles: int) -> dict[str, int]:
-    constants = {"ROWS": config.rows, "ROW_TILES": row_tiles, "WARPS": config.num_warps}
-    pieces = 2 if config.num_warps * config.rows > 128 else 1
-    return constants | ({"SPAN": config.span, "OUTS": config.outs} if config.span else {"PIECES": pieces})
+def _few_constants(config: Few, row_tiles: int, most: int) -> dict[str, int | bool]:
+    constants = {"ROWS": config.rows, "ROW_TILES": row_tiles, "WARPS": config.num_warps, "MOST": most}
+    if not config.span:
+        return constants | {"PIECES": 2 if config.num_warps * config.rows > 128 else 1}
+    ways = {"SPAN": config.span, "OUTS": config.outs, "DEEP": config.deep}
+    return constants | ways | {"AHEAD": config.ahead, "X_AHEAD": config.x_ahead, "HINT": config.hint}
+
+
+def _outs(config: Few) -> int:
+    """Output features a tile."""
+    return config.num_warps * config.outs // config.deep
 
 
 def _in_parts(
@@ -222,10 +241,11 @@ def _in_parts(
     config = _config(MAX_ROWS if deterministic else num_rows)
     tiles = triton.cdiv(out_features, config.outs)
     num_splits = _splits(tiles * config.num_warps, in_features // 64, _MULTIPROCESSORS.get(major, 148))
+    dependent = x_TI.is_cuda and begins_early(x_TI.device, num_rows)
     sums_STO = y_TO
     if num_splits > 1:
         sums_STO = torch.empty(num_splits, num_rows, out_features, dtype=torch.float32, device=x_TI.device)
-    _linear[(tiles, num_splits, triton.cdiv(num_rows, config.rows))](
+    parts_kernel[(tiles, num_splits, triton.cdiv(num_rows, config.rows))](
         x_TI,
         quantised[0].view(torch.int16),
         *quantised[1:],
@@ -241,11 +261,13 @@ def _in_parts(
         UNROLL=config.unroll,
         HAS_BIAS=bias_O is not None,
         PERMUTE=x_TI.is_cuda and x_TI.dtype != torch.float32,
+        DEPENDENT=dependent,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **launch_options(dependent),
     )
     if num_splits > 1:
-        _add_splits[(num_rows, triton.cdiv(out_features, _ADD))](
+        add_parts_kernel[(num_rows, triton.cdiv(out_features, _ADD))](
             sums_STO,
             y_TO if bias_O is None else bias_O,
             y_TO,
@@ -254,7 +276,9 @@ def _in_parts(
             SPLITS=num_splits,
             HAS_BIAS=bias_O is not None,
             BLOCK=_ADD,
+            DEPENDENT=dependent,
             num_warps=4,
+            **launch_options(dependent),
         )
 
 
@@ -292,100 +316,6 @@ def _dequantize(
         tl.store(weight + first * 8 + element, value)
     else:
         tl.store(weight + first * 8 + element, value, mask=element < left)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _linear(
-    x,
-    code,
-    absmax,
-    absmax_code,
-    absmax_scale,
-    absmax_offset,
-    bias,
-    sums,
-    num_rows,
-    x_stride,
-    OUT: tl.constexpr,
-    IN: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    UNROLL: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PERMUTE: tl.constexpr,
-):
-    """A tile of OUTS × ROWS over one of SPLITS parts of the input: weights are the tensor cores' tall operand.
-
-    Codes are read as 16-bit units, 16 a block. Of the eight weights in two units, the q-th pair goes to the q-th of
-    four products of depth 16, and x is dealt out likewise: nothing is interleaved, and codes go from shared memory to
-    the registers of the tensor cores' layout as they are.
-    """
-    blocks: tl.constexpr = IN // _BLOCK
-    part: tl.constexpr = ((blocks + SPLITS - 1) // SPLITS + UNROLL - 1) // UNROLL * UNROLL
-    out = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
-    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    weight_row = tl.minimum(out, OUT - 1).to(tl.int64)  # a ragged tile reads the last row again: no masks
-    code_at = code + weight_row[:, None] * (IN // 4) + tl.arange(0, 16)[None, :]
-    x_at = x + row[:, None].to(tl.int64) * x_stride + tl.arange(0, _BLOCK)[None, :]
-    first_block = (weight_row * blocks).to(tl.int32)
-    total = tl.zeros((OUTS, ROWS), tl.float32)
-    first = tl.program_id(1) * part
-    for start in range(first, tl.minimum(first + part, blocks), UNROLL):
-        for ahead in tl.static_range(UNROLL):
-            block = start + ahead
-            if blocks % UNROLL != 0:
-                block = tl.minimum(block, blocks - 1)
-            packed = tl.load(code_at + block * 16)
-            value = tl.load(x_at + block * _BLOCK, mask=(row < num_rows)[:, None], other=0.0)
-            factor = scale(absmax, absmax_code, absmax_scale, absmax_offset, first_block + block)
-            if blocks % UNROLL != 0:
-                factor = tl.where(start + ahead < blocks, factor, 0.0)
-            if PERMUTE:
-                w0, w1, w2, w3 = permute_levels(packed, x.dtype.element_ty)
-            else:
-                w0, w1, w2, w3 = select_levels(packed, x.dtype.element_ty)
-            x0, x1, x2, x3 = _deal(value, ROWS)
-            product = tl.dot(w0, x0, input_precision="ieee")
-            product = tl.dot(w1, x1, product, input_precision="ieee")
-            product = tl.dot(w2, x2, product, input_precision="ieee")
-            product = tl.dot(w3, x3, product, input_precision="ieee")
-            total += product * factor[:, None]
-    if HAS_BIAS and SPLITS == 1:
-        total += tl.load(bias + weight_row).to(tl.float32)[:, None]
-    at = sums + tl.program_id(1).to(tl.int64) * num_rows * OUT + row[None, :] * OUT + out[:, None]
-    tl.store(at, total.to(sums.dtype.element_ty), mask=(out < OUT)[:, None] & (row < num_rows)[None, :])
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _add_splits(
-    sums, bias, y, num_rows, OUT: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Adds the parts of a row in their order."""
-    row = tl.program_id(0).to(tl.int64)
-    out = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = out < OUT
-    total = tl.zeros((BLOCK,), tl.float32)
-    for split in tl.static_range(SPLITS):
-        total += tl.load(sums + (split * num_rows + row) * OUT + out, mask=mask, other=0.0)
-    if HAS_BIAS:
-        total += tl.load(bias + out, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y + row * OUT + out, total.to(y.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _deal(value, ROWS: tl.constexpr):
-    """A block of x, (ROWS, 64), as the other operands (16, ROWS) of the four products."""
-    pairs = tl.permute(tl.reshape(value, (ROWS, 8, 2, 2, 2)), (0, 1, 4, 2, 3))  # u, i, and q in two bits
-    even, odd = tl.split(pairs)
-    x0, x2 = tl.split(even)
-    x1, x3 = tl.split(odd)
-    return (
-        tl.trans(tl.reshape(x0, (ROWS, 16))),
-        tl.trans(tl.reshape(x1, (ROWS, 16))),
-        tl.trans(tl.reshape(x2, (ROWS, 16))),
-        tl.trans(tl.reshape(x3, (ROWS, 16))),
-    )
 
 
 def candidates(kind: str) -> Iterator[Config | Few | Flat]:
@@ -429,19 +359,26 @@ def _few(num_rows: int, out_features: int, in_features: int, x_TI: Tensor) -> Fe
     config = _overridden(Few) or FEW[min(most for most in FEW if most >= num_rows)]
     if in_features % 128 and config.span == 2:
         config = replace(config, span=1, rows=max(config.rows, 8))
+    groups = in_features // (64 * max(config.span, 1))
+    config = replace(config, deep=min(config.deep, groups & -groups))
     if _overridden(Few) or num_rows <= 8:
         return config
-    _, num_tiles, num_programs = _cut(config, num_rows, out_features, in_features, x_TI.device)
+    _, num_tiles, num_programs, _ = _cut(config, num_rows, out_features, in_features, x_TI.device)
     return config if capability_of(x_TI.device, 90) // 10 == 9 and num_programs <= _MOST_SHARES * num_tiles else None
 
 
-def _cut(config: Few, num_rows: int, out_features: int, in_features: int, device: torch.device) -> tuple[int, int, int]:
-    """Tiles of rows, tiles and programs."""
+def _cut(
+    config: Few, num_rows: int, out_features: int, in_features: int, device: torch.device
+) -> tuple[int, int, int, int]:
+    """Tiles of rows, tiles, programs, and how many of them share a tile at most; 0: none, programs have whole tiles."""
     row_tiles = triton.cdiv(num_rows, config.rows)
-    num_tiles = row_tiles * triton.cdiv(out_features, config.num_warps * config.outs)
-    num_steps = num_tiles * (in_features // (64 * max(config.span, 1)))
+    num_tiles = row_tiles * triton.cdiv(out_features, _outs(config))
+    depth = in_features // (64 * max(config.span, 1) * config.deep)
     room = config.per_sm * _MULTIPROCESSORS.get(capability_of(device, 90) // 10, 148)
-    return row_tiles, num_tiles, min(room, num_steps)
+    if config.whole and _EVEN * room * triton.cdiv(num_tiles, room) <= num_tiles:
+        return row_tiles, num_tiles, min(room, num_tiles), 0
+    num_programs = min(room, num_tiles * depth)
+    return row_tiles, num_tiles, num_programs, min(depth, triton.cdiv(num_programs, num_tiles) + 1)
 
 
 def _splits(num_warps: int, blocks: int, multiprocessors: int) -> int:
@@ -468,14 +405,14 @@ def specimens(capability: int) -> Iterator[Specimen]:
         yield Specimen(_dequantize, signature, constants, num_warps=FLAT.num_warps, num_stages=1)
         for rows, config in CONFIGS.items():
             constants = {"OUT": 4096, "IN": 14336, "ROWS": rows, "OUTS": config.outs, "SPLITS": 4}
-            constants |= {"UNROLL": config.unroll, "HAS_BIAS": False, "PERMUTE": True}
+            constants |= {"UNROLL": config.unroll, "HAS_BIAS": False, "PERMUTE": True, "DEPENDENT": capability >= 90}
             pointers = {"x": dtype, **quantised, "code": "*i16", "bias": dtype, "sums": "*fp32"}
             signature = {**pointers, "num_rows": "i32", "x_stride": "i32", **dict.fromkeys(constants, "constexpr")}
-            yield Specimen(_linear, signature, constants, config.num_warps, config.num_stages)
+            yield Specimen(parts_kernel, signature, constants, config.num_warps, config.num_stages)
         for config in FEW.values():
             if config.rows > 8 and capability != 90:
                 continue
-            constants = {"OUT": 28672, "IN": 4096, **_few_constants(config, 1)}
+            constants = {"OUT": 28672, "IN": 4096, **_few_constants(config, 1, 4)}
             constants |= {"HAS_BIAS": False, "TABLE": True, "DEPENDENT": capability >= 90}
             pointers = {"x": dtype, **quantised, "code": "*i16", "bias": dtype, "y": dtype, "sums": "*fp32"}
             signature = {**pointers, "arrived": "*i32", "num_rows": "i32", "x_stride": "i32:16"}
@@ -483,6 +420,8 @@ def specimens(capability: int) -> Iterator[Specimen]:
             yield Specimen(
                 few_kernel if config.span else wide_kernel, signature, constants, config.num_warps, num_stages=1
             )
-    constants = {"OUT": 4096, "SPLITS": 4, "HAS_BIAS": True, "BLOCK": _ADD}
+    constants = {"OUT": 4096, "SPLITS": 4, "HAS_BIAS": True, "BLOCK": _ADD, "DEPENDENT": capability >= 90}
     signature = {"sums": "*fp32", "bias": "*bf16", "y": "*bf16", "num_rows": "i32"}
-    yield Specimen(_add_splits, signature | dict.fromkeys(constants, "constexpr"), constants, num_warps=4, num_stages=1)
+    yield Specimen(
+        add_parts_kernel, signature | dict.fromkeys(constants, "constexpr"), constants, num_warps=4, num_stages=1
+    )

@@ -16,8 +16,8 @@ leaves its sum in memory, and the one that finishes the tile, by an atomic count
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from peftkit_kernels.triton.dependent import wait_turn
 from peftkit_kernels.triton.nf4_table import fill_levels, fill_scales, pair_levels, scale_code
 
 
@@ -25,44 +25,76 @@ from peftkit_kernels.triton.nf4_table import fill_levels, fill_scales, pair_leve
 def few_kernel(
     x, code, absmax, absmax_code, absmax_scale, absmax_offset, bias, y, sums, arrived, num_rows, x_stride,
     OUT: tl.constexpr, IN: tl.constexpr, ROWS: tl.constexpr, ROW_TILES: tl.constexpr, SPAN: tl.constexpr,
-    WARPS: tl.constexpr, OUTS: tl.constexpr, HAS_BIAS: tl.constexpr, TABLE: tl.constexpr, DEPENDENT: tl.constexpr,
+    WARPS: tl.constexpr, OUTS: tl.constexpr, DEEP: tl.constexpr, AHEAD: tl.constexpr, X_AHEAD: tl.constexpr,
+    HINT: tl.constexpr, MOST: tl.constexpr, HAS_BIAS: tl.constexpr, TABLE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A tile has OUTS outputs for each warp and ROWS rows of x; a step, SPAN blocks of it. x is read through L1."""
-    depth: tl.constexpr = IN // 64 // SPAN
-    steps: tl.constexpr = (OUT + WARPS * OUTS - 1) // (WARPS * OUTS) * ROW_TILES * depth
-    first, last, column = begin(code, x, steps, depth, ROW_TILES, OUT, IN, SPAN, WARPS, OUTS, TABLE, DEPENDENT)
-    packed, byte = codes(code, absmax, first // depth // ROW_TILES, first % depth, OUT, IN, SPAN, WARPS, OUTS)
+    """A tile has OUTS outputs for each of WARPS / DEEP warps and ROWS rows of x; a step, SPAN blocks of it for each of
+    DEEP warps. x is read through L1. Codes are loaded AHEAD steps before their use, scales of scales one, x X_AHEAD.
+
+    MOST: programs that share a tile, at most; 0: programs have whole tiles.
+    """
+    tall: tl.constexpr = WARPS // DEEP
+    depth: tl.constexpr = IN // 64 // SPAN // DEEP
+    tiles: tl.constexpr = (OUT + tall * OUTS - 1) // (tall * OUTS) * ROW_TILES
+    first, last = share(tiles, depth, MOST)
+    packed, byte = codes(code, absmax, first // depth // ROW_TILES, first % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP)
+    ahead, next_packed, next_byte = tl.minimum(first + 1, last - 1), packed, byte
+    if AHEAD == 2:
+        next_packed, next_byte = codes(
+            code, absmax, ahead // depth // ROW_TILES, ahead % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP
+        )
+    outer = nested(absmax_scale, first // depth // ROW_TILES, first % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP)
     offset = tl.load(absmax_offset)
-    column, scales = fill_scales(absmax_code, column, TABLE)
+    column, scales = tables(x, absmax_code, TABLE)
+    if DEPENDENT:
+        wait_turn()
+    inputs = _inputs(x, x_stride, first // depth % ROW_TILES * ROWS, first % depth, num_rows, ROWS, SPAN, WARPS, DEEP)
     total = tl.zeros((WARPS, OUTS, ROWS * SPAN), tl.float32)
     for step in range(first, last):
-        ahead = tl.minimum(step + 1, last - 1)
-        next_packed, next_byte = codes(
-            code, absmax, ahead // depth // ROW_TILES, ahead % depth, OUT, IN, SPAN, WARPS, OUTS
-        )
+        ahead, far = tl.minimum(step + 1, last - 1), tl.minimum(step + AHEAD, last - 1)
         tile, part = step // depth, step % depth
-        inputs = _inputs(x, x_stride, tile % ROW_TILES * ROWS, part, num_rows, ROWS, SPAN, WARPS)
+        if not X_AHEAD:
+            inputs = _inputs(x, x_stride, tile % ROW_TILES * ROWS, part, num_rows, ROWS, SPAN, WARPS, DEEP)
+        far_packed, far_byte = codes(
+            code, absmax, far // depth // ROW_TILES, far % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP
+        )
+        if HINT and TABLE:
+            hinted = tl.minimum(step + HINT, last - 1)
+            _send_for(code, hinted // depth // ROW_TILES, hinted % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP)
+        next_outer = nested(absmax_scale, ahead // depth // ROW_TILES, ahead % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP)
+        if X_AHEAD:
+            next_inputs = _inputs(
+                x, x_stride, ahead // depth % ROW_TILES * ROWS, ahead % depth, num_rows, ROWS, SPAN, WARPS, DEEP
+            )
+        else:
+            next_inputs = inputs
         w0, w1, w2, w3 = pair_levels(packed, column, x.dtype.element_ty, TABLE)
         weights = tl.join(tl.join(w0, w1), tl.join(w2, w3))
         weights = tl.reshape(weights, (WARPS, OUTS, 2 * SPAN, 4, 2, 2, 2))  # …, word, lane, i, q in two bits
         weights = tl.reshape(tl.permute(weights, (0, 1, 2, 5, 3, 6, 4)), (WARPS, OUTS, 64 * SPAN))
         product = tl.dot(weights, inputs, input_precision="ieee")
-        total += product * factor(
-            absmax_scale, byte, offset, scales, absmax_code, tile // ROW_TILES, part, OUT, IN, ROWS, SPAN, WARPS, OUTS,
-            TABLE,
-        )  # fmt: skip
+        total += product * factor(outer, byte, offset, scales, absmax_code, ROWS, SPAN, WARPS, OUTS, TABLE)
         if (part == depth - 1) | (step == last - 1):
             value = tl.sum(tl.reshape(total, (WARPS, OUTS, ROWS, SPAN)), axis=3)
+            if DEEP > 1:
+                value = tl.sum(tl.reshape(value, (DEEP, tall, OUTS, ROWS)), axis=0)
             finish(
-                value, bias, y, sums, arrived, num_rows, tile, steps, depth, 0, 1, OUT, ROWS, ROW_TILES, WARPS, OUTS,
-                HAS_BIAS,
+                value, bias, y, sums, arrived, num_rows, tile, tiles * depth, depth, 0, 1, OUT, ROWS, ROW_TILES, tall,
+                OUTS, MOST, HAS_BIAS,
             )  # fmt: skip
             total = tl.zeros((WARPS, OUTS, ROWS * SPAN), tl.float32)
-        packed, byte = next_packed, next_byte
+        if AHEAD == 2:
+            packed, byte, next_packed, next_byte = next_packed, next_byte, far_packed, far_byte
+        else:
+            packed, byte = far_packed, far_byte
+        outer, inputs = next_outer, next_inputs
 
 
 @triton.jit
-def _inputs(x, x_stride, first_row, part, num_rows, ROWS: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr):
+def _inputs(
+    x, x_stride, first_row, part, num_rows, ROWS: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr,
+    DEEP: tl.constexpr,
+):  # fmt: skip
     """x of a step as the other operand, (warps, 64 × SPAN, columns)."""
     words: tl.constexpr = 2 * SPAN
     cols: tl.constexpr = ROWS * SPAN
@@ -73,6 +105,7 @@ def _inputs(x, x_stride, first_row, part, num_rows, ROWS: tl.constexpr, SPAN: tl
     inside = row < num_rows
     if SPAN > 1:
         inside = inside & (lane * SPAN // 4 == column % SPAN)
+    part = part * DEEP + place // 8 % WARPS // (WARPS // DEEP)
     at = x + row.to(tl.int64) * x_stride + (part * (64 * SPAN) + lane * (16 * SPAN) + word * 8 + element % 8)
     value = tl.load(tl.max_contiguous(at, [1, 8]), mask=tl.broadcast_to(inside, at.shape), other=0.0)
     value = tl.reshape(value, (cols // 8, words, WARPS, 8, 4, 2, 2, 2))  # …, lane, q in two bits, i
@@ -80,92 +113,99 @@ def _inputs(x, x_stride, first_row, part, num_rows, ROWS: tl.constexpr, SPAN: tl
 
 
 @triton.jit
-def begin(
-    code, x, steps: tl.constexpr, depth: tl.constexpr, ROW_TILES: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr,
-    SPAN: tl.constexpr, WARPS: tl.constexpr, OUTS: tl.constexpr, TABLE: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """The program's share of the steps, and the table of levels; at the end it is this kernel's turn."""
+def share(tiles: tl.constexpr, depth: tl.constexpr, MOST: tl.constexpr):
+    """The program's even share of the steps, of whole tiles with MOST 0."""
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    first, last = program * steps // num_programs, (program + 1) * steps // num_programs
+    if MOST == 0:
+        first, last = program * tiles // num_programs * depth, (program + 1) * tiles // num_programs * depth
+    else:
+        first, last = program * (tiles * depth) // num_programs, (program + 1) * (tiles * depth) // num_programs
+    return first, last
+
+
+@triton.jit
+def tables(x, absmax_code, TABLE: tl.constexpr):
+    """Fills the tables of levels and of scales; where this lane's column of levels is, and where the scales are."""
     column = 0
-    if DEPENDENT:
-        run = tl.arange(0, 4) * (4 * SPAN)
-        at = _code_at(code, first // depth // ROW_TILES, first % depth, run, 1, OUT, IN, SPAN, WARPS, OUTS)
-        tl.inline_asm_elementwise(  # only to L2, as nothing may be read yet
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
-        )
     if TABLE:
         column = fill_levels(x.dtype.element_ty)
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
-    return first, last, column
+    return fill_scales(absmax_code, column, TABLE)
 
 
 @triton.jit
 def codes(
-    code, absmax, tile, part,
-    OUT: tl.constexpr, IN: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr, OUTS: tl.constexpr,
+    code, absmax, tile, part, OUT: tl.constexpr, IN: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr,
+    OUTS: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
     """Codes of a step as the tall operand, (warps, outputs, 16-bit units), and its scales' codes."""
-    depth: tl.constexpr = IN // 64 // SPAN
-    unit = tl.arange(0, 16 * SPAN)
-    packed = tl.load(_code_at(code, tile, part, unit, 4 * SPAN, OUT, IN, SPAN, WARPS, OUTS))
+    unit, place = tl.arange(0, 16 * SPAN)[None, :], tl.arange(0, WARPS * OUTS)[:, None]
+    out, group, run = _outs(tile, part, place, OUT, WARPS, OUTS, DEEP)
+    if OUT * IN // 4 >= 1 << 31:
+        out = out.to(tl.int64)
+    at = code + out * (IN // 4) + (run * (16 * SPAN) + unit) + group * (IN // 4)
+    packed = tl.load(tl.max_contiguous(at, [1, 4 * SPAN]))
     packed = tl.reshape(packed, (OUTS // 8, WARPS, 8, 4, 2 * SPAN, 2))  # …, lane, word, half a word
     packed = tl.reshape(tl.permute(packed, (1, 0, 2, 4, 3, 5)), (WARPS, OUTS, 16 * SPAN))
     at = absmax
     if SPAN == 2:
         at = absmax.to(tl.pointer_type(tl.uint16), bitcast=True)
-    out, group = _outs(tile, OUT, WARPS, OUTS)
-    return packed, tl.load(at + (out * depth + part) + group * depth)
+    depth: tl.constexpr = IN // 64 // SPAN
+    out, group, run = _outs(tile, part, tl.arange(0, WARPS * OUTS * 4) // 4, OUT, WARPS, OUTS, DEEP)
+    return packed, tl.load(at + (out * depth + run) + group * depth)
 
 
 @triton.jit
-def _code_at(
-    code, tile, part, unit, RUN: tl.constexpr,
-    OUT: tl.constexpr, IN: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr, OUTS: tl.constexpr,
+def _send_for(
+    code, tile, part, OUT: tl.constexpr, IN: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr,
+    OUTS: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
-    """Where 16-bit units of a step are, RUN in a row: (groups of 8 outputs × warps × 8 outputs, units)."""
-    place, unit = tl.arange(0, WARPS * OUTS)[:, None], unit[None, :]
-    group = place // (8 * WARPS)
-    out = (tile * WARPS + place // 8 % WARPS) * OUTS + place % 8
+    """Begins to bring codes of a step to L2, 32 bytes at a time; nothing is read."""
+    place = tl.arange(0, WARPS * OUTS * SPAN)
+    out, group, run = _outs(tile, part, place // SPAN, OUT, WARPS, OUTS, DEEP)
     if OUT * IN // 4 >= 1 << 31:
         out = out.to(tl.int64)
-    if OUT % (WARPS * OUTS):  # a ragged tile reads the last row again: no masks
-        at = code + tl.minimum(out + group * 8, OUT - 1) * (IN // 4) + (part * (16 * SPAN) + unit)
-    else:
-        at = code + out * (IN // 4) + (part * (16 * SPAN) + unit) + group * (2 * IN)
-    return tl.max_contiguous(at, [1, RUN])
+    at = code + out * (IN // 4) + (run * SPAN + place % SPAN) * 16 + group * (IN // 4)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
-def _outs(tile, OUT: tl.constexpr, WARPS: tl.constexpr, OUTS: tl.constexpr):
-    """The outputs of a tile in two summands, (groups of 8 outputs × warps × 8 outputs × 4 lanes that share one)."""
-    place = tl.arange(0, WARPS * OUTS * 4)
-    group = place // (32 * WARPS) * 8
-    out = (tile * WARPS + place // 32 % WARPS) * OUTS + place // 4 % 8
-    if OUT % (WARPS * OUTS):
+def _outs(tile, part, place, OUT: tl.constexpr, WARPS: tl.constexpr, OUTS: tl.constexpr, DEEP: tl.constexpr):
+    """Of (groups of 8 outputs × warps × 8 outputs): the output in two summands, and which SPAN blocks of it."""
+    tall: tl.constexpr = WARPS // DEEP
+    warp, group = place // 8 % WARPS, place // (8 * WARPS) * 8
+    out = (tile * tall + warp % tall) * OUTS + place % 8
+    if OUT % (tall * OUTS):  # a ragged tile reads the last row again: no masks
         out, group = tl.minimum(out + group, OUT - 1), group * 0
-    return out, group
+    return out, group, part * DEEP + warp // tall
+
+
+@triton.jit
+def nested(
+    absmax_scale, tile, part, OUT: tl.constexpr, IN: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr,
+    OUTS: tl.constexpr, DEEP: tl.constexpr,
+):  # fmt: skip
+    """Scales of a step's scales."""
+    out, group, run = _outs(tile, part, tl.arange(0, WARPS * OUTS * 4) // 4, OUT, WARPS, OUTS, DEEP)
+    if IN % 2048 == 0:  # then eight outputs on are whole groups of 256 blocks on
+        at = (out * (IN // 64) + run * SPAN >> 8) + (group * (IN // 64) >> 8)
+    else:
+        at = (out + group) * (IN // 64) + run * SPAN >> 8
+    return tl.load(absmax_scale + at)
 
 
 @triton.jit
 def factor(
-    absmax_scale, byte, offset, scales, absmax_code, tile, part,
-    OUT: tl.constexpr, IN: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr,
+    outer, byte, offset, scales, absmax_code, ROWS: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr,
     OUTS: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """Scales of a step's sums, (warps, outputs, columns)."""
-    out, group = _outs(tile, OUT, WARPS, OUTS)
-    if IN % 2048 == 0:  # then eight outputs on are whole groups of 256 blocks on
-        at = (out * (IN // 64) + part * SPAN >> 8) + (group * (IN // 64) >> 8)
-    else:
-        at = (out + group) * (IN // 64) + part * SPAN >> 8
-    nested, byte = tl.load(absmax_scale + at), byte.to(tl.int32)
-    even = scale_code(byte & 255, scales, absmax_code, TABLE) * nested + offset
+    byte = byte.to(tl.int32)
+    even = scale_code(byte & 255, scales, absmax_code, TABLE) * outer + offset
     odd = even
     if SPAN == 2:
-        odd = scale_code(byte >> 8, scales, absmax_code, TABLE) * nested + offset
+        odd = scale_code(byte >> 8, scales, absmax_code, TABLE) * outer + offset
     value = tl.reshape(tl.join(even, odd), (OUTS // 8, WARPS, 8, 8))
     value = tl.reshape(tl.permute(value, (1, 0, 2, 3)), (WARPS, OUTS, 1, 8))
     value = tl.broadcast_to(value, (WARPS, OUTS, ROWS * SPAN // 8, 8))
@@ -176,30 +216,41 @@ def factor(
 def finish(
     value, bias, y, sums, arrived, num_rows, tile, steps: tl.constexpr, depth: tl.constexpr, piece: tl.constexpr,
     PIECES: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, ROW_TILES: tl.constexpr, WARPS: tl.constexpr,
-    OUTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    OUTS: tl.constexpr, MOST: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Stores outputs of one of PIECES of a tile, (warps, outputs, rows), or this program's share of their sums."""
-    program, num_programs = tl.program_id(0), tl.num_programs(0)
-    first = ((tile * depth + 1) * num_programs - 1) // steps
-    final = ((tile * depth + depth) * num_programs - 1) // steps
     inside = tl.arange(0, WARPS)[:, None] * OUTS + tl.arange(0, OUTS)[None, :]
     out = (tile // ROW_TILES * (WARPS * OUTS) + inside)[:, :, None]
     column = tl.arange(0, ROWS)[None, None, :]
     row = (tile % ROW_TILES * PIECES + piece) * ROWS + column
-    at = sums + inside[:, :, None] + column * (WARPS * OUTS)
     mask = (out < OUT) & (row < num_rows)
-    finished = first == final
-    if first != final:  # a program shares its first tile with those before it, its last with those behind
-        slot = (program * 2 + (program == first).to(tl.int32)) * PIECES + piece
-        tl.store(at + slot * (ROWS * WARPS * OUTS), value, mask=mask)
-        tl.debug_barrier()  # every thread's stores before the one that counts
-        if tl.atomic_add(arrived + tile * PIECES + piece, 1, sem="acq_rel") == final - first:
-            tl.store(arrived + tile * PIECES + piece, 0)
-            value = tl.zeros((WARPS, OUTS, ROWS), tl.float32)
-            for other in range(first, final + 1):
-                slot = (other * 2 + (other == first).to(tl.int32)) * PIECES + piece
-                value += tl.load(at + slot * (ROWS * WARPS * OUTS), mask=mask, other=0.0, cache_modifier=".cg")
-            finished = True
+    finished = True
+    if MOST:
+        program, num_programs = tl.program_id(0), tl.num_programs(0)
+        first = ((tile * depth + 1) * num_programs - 1) // steps
+        final = ((tile * depth + depth) * num_programs - 1) // steps
+        finished = first == final
+        if first != final:  # a program shares its first tile with those before it, its last with those behind
+            at = sums + inside[:, :, None] + column * (WARPS * OUTS)
+            slot = (program * 2 + (program == first).to(tl.int32)) * PIECES + piece
+            tl.store(at + slot * (ROWS * WARPS * OUTS), value, mask=mask)
+            tl.debug_barrier()  # every thread's stores before the one that counts
+            if tl.atomic_add(arrived + tile * PIECES + piece, 1, sem="acq_rel") == final - first:
+                tl.store(arrived + tile * PIECES + piece, 0)
+                value = tl.zeros((WARPS, OUTS, ROWS), tl.float32)
+                if MOST <= 8:
+                    for ahead in tl.static_range(MOST):  # all on their way at once
+                        other = first + ahead
+                        slot = (other * 2 + (other == first).to(tl.int32)) * PIECES + piece
+                        there = at + slot * (ROWS * WARPS * OUTS)
+                        value += tl.load(
+                            there, mask=mask & (column * 0 + other <= final), other=0.0, cache_modifier=".cg"
+                        )
+                else:
+                    for other in range(first, final + 1):
+                        slot = (other * 2 + (other == first).to(tl.int32)) * PIECES + piece
+                        value += tl.load(at + slot * (ROWS * WARPS * OUTS), mask=mask, other=0.0, cache_modifier=".cg")
+                finished = True
     if finished:
         if HAS_BIAS:
             value += tl.load(bias + out, mask=out < OUT, other=0.0).to(tl.float32)

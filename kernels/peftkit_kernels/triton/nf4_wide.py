@@ -9,28 +9,36 @@ other from shared memory: with `nf4_few` each warp would load all of x for itsel
 import triton
 import triton.language as tl
 
-from peftkit_kernels.triton.nf4_few import begin, codes, factor, finish
-from peftkit_kernels.triton.nf4_table import pair_levels, settle
+from peftkit_kernels.triton.dependent import wait_turn
+from peftkit_kernels.triton.nf4_few import codes, factor, finish, nested, share
+from peftkit_kernels.triton.nf4_table import fill_levels, pair_levels, settle
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def wide_kernel(
     x, code, absmax, absmax_code, absmax_scale, absmax_offset, bias, y, sums, arrived, num_rows, x_stride,
     OUT: tl.constexpr, IN: tl.constexpr, ROWS: tl.constexpr, ROW_TILES: tl.constexpr, WARPS: tl.constexpr,
-    PIECES: tl.constexpr, HAS_BIAS: tl.constexpr, TABLE: tl.constexpr, DEPENDENT: tl.constexpr,
+    PIECES: tl.constexpr, MOST: tl.constexpr, HAS_BIAS: tl.constexpr, TABLE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A tile has 16 outputs for each warp and ROWS rows of x; a step, one block of it."""
     depth: tl.constexpr = IN // 64
-    steps: tl.constexpr = (OUT + WARPS * 16 - 1) // (WARPS * 16) * ROW_TILES * depth
-    first, last, column = begin(code, x, steps, depth, ROW_TILES, OUT, IN, 1, WARPS, 16, TABLE, DEPENDENT)
-    packed, byte = codes(code, absmax, first // depth // ROW_TILES, first % depth, OUT, IN, 1, WARPS, 16)
+    tiles: tl.constexpr = (OUT + WARPS * 16 - 1) // (WARPS * 16) * ROW_TILES
+    steps: tl.constexpr = tiles * depth
+    first, last = share(tiles, depth, MOST)
+    packed, byte = codes(code, absmax, first // depth // ROW_TILES, first % depth, OUT, IN, 1, WARPS, 16, 1)
+    offset, column = tl.load(absmax_offset), 0
+    if TABLE:
+        column = fill_levels(x.dtype.element_ty)
+    if DEPENDENT:
+        wait_turn()
     value = _block(x, x_stride, first // depth % ROW_TILES * ROWS, first % depth, num_rows, ROWS)
-    offset = tl.load(absmax_offset)
     column = settle(column, TABLE)  # a table of scales would be the byte too much that a launch without options has
     total = tl.zeros((WARPS * 16, ROWS), tl.float32)
     for step in range(first, last):
         ahead = tl.minimum(step + 1, last - 1)
-        next_packed, next_byte = codes(code, absmax, ahead // depth // ROW_TILES, ahead % depth, OUT, IN, 1, WARPS, 16)
+        next_packed, next_byte = codes(
+            code, absmax, ahead // depth // ROW_TILES, ahead % depth, OUT, IN, 1, WARPS, 16, 1
+        )
         next_value = _block(x, x_stride, ahead // depth % ROW_TILES * ROWS, ahead % depth, num_rows, ROWS)
         tile, part = step // depth, step % depth
         inputs = tl.reshape(value, (ROWS, 4, 2, 2, 2, 2))  # lane, word, q in two bits, i
@@ -40,26 +48,25 @@ def wide_kernel(
         weights = tl.reshape(weights, (WARPS, 16, 2, 4, 2, 2, 2))  # …, word, lane, i, q in two bits
         weights = tl.reshape(tl.permute(weights, (0, 1, 2, 6, 5, 3, 4)), (WARPS * 16, 64))
         product = tl.dot(weights, inputs, input_precision="ieee")
-        scale = factor(
-            absmax_scale, byte, offset, 0, absmax_code, tile // ROW_TILES, part, OUT, IN, ROWS, 1, WARPS, 16, False
-        )
+        outer = nested(absmax_scale, tile // ROW_TILES, part, OUT, IN, 1, WARPS, 16, 1)
+        scale = factor(outer, byte, offset, 0, absmax_code, ROWS, 1, WARPS, 16, False)
         total += product * tl.reshape(scale, (WARPS * 16, ROWS))
         if (part == depth - 1) | (step == last - 1):
             if PIECES == 2:  # so that the way to memory takes less shared memory
                 lower, upper = tl.split(tl.permute(tl.reshape(total, (WARPS, 16, 2, ROWS // 2)), (0, 1, 3, 2)))
                 finish(
                     lower, bias, y, sums, arrived, num_rows, tile, steps, depth, 0, 2, OUT, ROWS // 2, ROW_TILES, WARPS,
-                    16, HAS_BIAS,
+                    16, MOST, HAS_BIAS,
                 )  # fmt: skip
                 finish(
                     upper, bias, y, sums, arrived, num_rows, tile, steps, depth, 1, 2, OUT, ROWS // 2, ROW_TILES, WARPS,
-                    16, HAS_BIAS,
+                    16, MOST, HAS_BIAS,
                 )  # fmt: skip
             else:
                 shaped = tl.sum(tl.reshape(total, (WARPS, 16, ROWS, 1)), axis=3)  # a sum that keeps the loop's layout
                 finish(
                     shaped, bias, y, sums, arrived, num_rows, tile, steps, depth, 0, 1, OUT, ROWS, ROW_TILES, WARPS, 16,
-                    HAS_BIAS,
+                    MOST, HAS_BIAS,
                 )  # fmt: skip
             total = tl.zeros((WARPS * 16, ROWS), tl.float32)
         packed, byte, value = next_packed, next_byte, next_value
