@@ -88,8 +88,8 @@ CUTS = (
     {"rows": 4, "span": 2, "outs": 16, "num_warps": 1},
     {"rows": 8, "span": 1, "outs": 32, "num_warps": 2},
     {"rows": 8, "span": 0, "outs": 16, "num_warps": 2},
-    {"rows": 4, "span": 2, "outs": 16, "num_warps": 4, "deep": 2, "ahead": 2, "x_ahead": True, "hint": 3},
-    {"rows": 8, "span": 1, "outs": 16, "num_warps": 4, "deep": 4, "ahead": 2, "x_ahead": True},
+    {"rows": 4, "span": 2, "outs": 16, "num_warps": 4, "deep": 1, "each": 2, "ahead": 2, "x_ahead": True},
+    {"rows": 8, "span": 1, "outs": 16, "num_warps": 4, "deep": 2, "each": 2, "ahead": 2, "x_ahead": True},
     {"rows": 8, "span": 1, "outs": 16, "num_warps": 4, "deep": 4, "x_ahead": True, "whole": True},
 )
 

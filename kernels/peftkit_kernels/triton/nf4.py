@@ -60,6 +60,8 @@ class Few:
     """Of a thread, at most."""
     deep: int = 1
     """Warps that share outputs and have inputs of their own; fewer where there are too few inputs."""
+    each: int = 1
+    """Steps whose scales' codes are loaded at once, 1 or 2; fewer where there is an odd number of them."""
     ahead: int = 1
     """Steps between loading codes and using them, 1 or 2."""
     x_ahead: bool = False
@@ -187,7 +189,7 @@ def _in_steps(x_TI: Tensor, quantised: Sequence[Tensor], bias_O: Tensor | None, 
     num_rows, out_features = y_TO.shape
     in_features, device = x_TI.shape[1], x_TI.device
     code_X, absmax_B, *others = quantised
-    if absmax_B.data_ptr() % 2:  # scales are read two at a time
+    if absmax_B.data_ptr() % 4:  # scales are read up to four at a time
         absmax_B = absmax_B.clone()
     x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
     row_tiles, num_tiles, num_programs, most = _cut(config, num_rows, out_features, in_features, device)
@@ -222,7 +224,7 @@ def _few_constants(config: Few, row_tiles: int, most: int) -> dict[str, int | bo
     constants = {"ROWS": config.rows, "ROW_TILES": row_tiles, "WARPS": config.num_warps, "MOST": most}
     if not config.span:
         return constants | {"PIECES": 2 if config.num_warps * config.rows > 128 else 1}
-    ways = {"SPAN": config.span, "OUTS": config.outs, "DEEP": config.deep}
+    ways = {"SPAN": config.span, "OUTS": config.outs, "DEEP": config.deep, "EACH": config.each}
     return constants | ways | {"AHEAD": config.ahead, "X_AHEAD": config.x_ahead, "HINT": config.hint}
 
 
@@ -360,7 +362,8 @@ def _few(num_rows: int, out_features: int, in_features: int, x_TI: Tensor) -> Fe
     if in_features % 128 and config.span == 2:
         config = replace(config, span=1, rows=max(config.rows, 8))
     groups = in_features // (64 * max(config.span, 1))
-    config = replace(config, deep=min(config.deep, groups & -groups))
+    deep = min(config.deep, groups & -groups)
+    config = replace(config, deep=deep, each=config.each if groups // deep % config.each == 0 else 1)
     if _overridden(Few) or num_rows <= 8:
         return config
     _, num_tiles, num_programs, _ = _cut(config, num_rows, out_features, in_features, x_TI.device)

@@ -25,11 +25,13 @@ from peftkit_kernels.triton.nf4_table import fill_levels, fill_scales, pair_leve
 def few_kernel(
     x, code, absmax, absmax_code, absmax_scale, absmax_offset, bias, y, sums, arrived, num_rows, x_stride,
     OUT: tl.constexpr, IN: tl.constexpr, ROWS: tl.constexpr, ROW_TILES: tl.constexpr, SPAN: tl.constexpr,
-    WARPS: tl.constexpr, OUTS: tl.constexpr, DEEP: tl.constexpr, AHEAD: tl.constexpr, X_AHEAD: tl.constexpr,
-    HINT: tl.constexpr, MOST: tl.constexpr, HAS_BIAS: tl.constexpr, TABLE: tl.constexpr, DEPENDENT: tl.constexpr,
+    WARPS: tl.constexpr, OUTS: tl.constexpr, DEEP: tl.constexpr, EACH: tl.constexpr, AHEAD: tl.constexpr,
+    X_AHEAD: tl.constexpr, HINT: tl.constexpr, MOST: tl.constexpr, HAS_BIAS: tl.constexpr, TABLE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A tile has OUTS outputs for each of WARPS / DEEP warps and ROWS rows of x; a step, SPAN blocks of it for each of
-    DEEP warps. x is read through L1. Codes are loaded AHEAD steps before their use, scales of scales one, x X_AHEAD.
+    DEEP warps. x is read through L1. Codes are loaded AHEAD steps before their use, scales of scales one, x X_AHEAD,
+    scales' codes for EACH steps at once.
 
     MOST: programs that share a tile, at most; 0: programs have whole tiles.
     """
@@ -37,34 +39,41 @@ def few_kernel(
     depth: tl.constexpr = IN // 64 // SPAN // DEEP
     tiles: tl.constexpr = (OUT + tall * OUTS - 1) // (tall * OUTS) * ROW_TILES
     first, last = share(tiles, depth, MOST)
-    packed, byte = codes(code, absmax, first // depth // ROW_TILES, first % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP)
-    ahead, next_packed, next_byte = tl.minimum(first + 1, last - 1), packed, byte
+    packed = codes(code, first // depth // ROW_TILES, first % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP)
+    word = scale_codes(absmax, 0, first // depth // ROW_TILES, first % depth, 0, OUT, IN, SPAN, WARPS, OUTS, DEEP, EACH)
+    ahead, next_packed, next_word = tl.minimum(first + 1, last - 1), packed, word
     if AHEAD == 2:
-        next_packed, next_byte = codes(
-            code, absmax, ahead // depth // ROW_TILES, ahead % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP
-        )
+        next_packed = codes(code, ahead // depth // ROW_TILES, ahead % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP)
+        next_word = scale_codes(
+            absmax, word, ahead // depth // ROW_TILES, ahead % depth, ahead % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP,
+            EACH,
+        )  # fmt: skip
     outer = nested(absmax_scale, first // depth // ROW_TILES, first % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP)
     offset = tl.load(absmax_offset)
     column, scales = tables(x, absmax_code, TABLE)
     if DEPENDENT:
         wait_turn()
-    inputs = _inputs(x, x_stride, first // depth % ROW_TILES * ROWS, first % depth, num_rows, ROWS, SPAN, WARPS, DEEP)
+    inputs = _inputs(
+        x, x_stride, first // depth % ROW_TILES * ROWS, first % depth, num_rows, depth, ROWS, SPAN, WARPS, DEEP
+    )
     total = tl.zeros((WARPS, OUTS, ROWS * SPAN), tl.float32)
     for step in range(first, last):
         ahead, far = tl.minimum(step + 1, last - 1), tl.minimum(step + AHEAD, last - 1)
         tile, part = step // depth, step % depth
         if not X_AHEAD:
-            inputs = _inputs(x, x_stride, tile % ROW_TILES * ROWS, part, num_rows, ROWS, SPAN, WARPS, DEEP)
-        far_packed, far_byte = codes(
-            code, absmax, far // depth // ROW_TILES, far % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP
-        )
+            inputs = _inputs(x, x_stride, tile % ROW_TILES * ROWS, part, num_rows, depth, ROWS, SPAN, WARPS, DEEP)
+        far_packed = codes(code, far // depth // ROW_TILES, far % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP)
+        far_word = scale_codes(
+            absmax, next_word if AHEAD == 2 else word, far // depth // ROW_TILES, far % depth, far % depth, OUT, IN,
+            SPAN, WARPS, OUTS, DEEP, EACH,
+        )  # fmt: skip
         if HINT and TABLE:
             hinted = tl.minimum(step + HINT, last - 1)
             _send_for(code, hinted // depth // ROW_TILES, hinted % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP)
         next_outer = nested(absmax_scale, ahead // depth // ROW_TILES, ahead % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP)
         if X_AHEAD:
             next_inputs = _inputs(
-                x, x_stride, ahead // depth % ROW_TILES * ROWS, ahead % depth, num_rows, ROWS, SPAN, WARPS, DEEP
+                x, x_stride, ahead // depth % ROW_TILES * ROWS, ahead % depth, num_rows, depth, ROWS, SPAN, WARPS, DEEP
             )
         else:
             next_inputs = inputs
@@ -73,6 +82,9 @@ def few_kernel(
         weights = tl.reshape(weights, (WARPS, OUTS, 2 * SPAN, 4, 2, 2, 2))  # …, word, lane, i, q in two bits
         weights = tl.reshape(tl.permute(weights, (0, 1, 2, 5, 3, 6, 4)), (WARPS, OUTS, 64 * SPAN))
         product = tl.dot(weights, inputs, input_precision="ieee")
+        byte = word
+        if EACH > 1:
+            byte = word >> part % EACH * (8 * SPAN)
         total += product * factor(outer, byte, offset, scales, absmax_code, ROWS, SPAN, WARPS, OUTS, TABLE)
         if (part == depth - 1) | (step == last - 1):
             value = tl.sum(tl.reshape(total, (WARPS, OUTS, ROWS, SPAN)), axis=3)
@@ -84,16 +96,16 @@ def few_kernel(
             )  # fmt: skip
             total = tl.zeros((WARPS, OUTS, ROWS * SPAN), tl.float32)
         if AHEAD == 2:
-            packed, byte, next_packed, next_byte = next_packed, next_byte, far_packed, far_byte
+            packed, word, next_packed, next_word = next_packed, next_word, far_packed, far_word
         else:
-            packed, byte = far_packed, far_byte
+            packed, word = far_packed, far_word
         outer, inputs = next_outer, next_inputs
 
 
 @triton.jit
 def _inputs(
-    x, x_stride, first_row, part, num_rows, ROWS: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr,
-    DEEP: tl.constexpr,
+    x, x_stride, first_row, part, num_rows, depth: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr,
+    WARPS: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
     """x of a step as the other operand, (warps, 64 × SPAN, columns)."""
     words: tl.constexpr = 2 * SPAN
@@ -105,7 +117,7 @@ def _inputs(
     inside = row < num_rows
     if SPAN > 1:
         inside = inside & (lane * SPAN // 4 == column % SPAN)
-    part = part * DEEP + place // 8 % WARPS // (WARPS // DEEP)
+    part += place // 8 % WARPS // (WARPS // DEEP) * depth
     at = x + row.to(tl.int64) * x_stride + (part * (64 * SPAN) + lane * (16 * SPAN) + word * 8 + element % 8)
     value = tl.load(tl.max_contiguous(at, [1, 8]), mask=tl.broadcast_to(inside, at.shape), other=0.0)
     value = tl.reshape(value, (cols // 8, words, WARPS, 8, 4, 2, 2, 2))  # …, lane, q in two bits, i
@@ -134,24 +146,40 @@ def tables(x, absmax_code, TABLE: tl.constexpr):
 
 @triton.jit
 def codes(
-    code, absmax, tile, part, OUT: tl.constexpr, IN: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr,
+    code, tile, part, OUT: tl.constexpr, IN: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr,
     OUTS: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a step as the tall operand, (warps, outputs, 16-bit units), and its scales' codes."""
+    """Codes of a step as the tall operand, (warps, outputs, 16-bit units)."""
     unit, place = tl.arange(0, 16 * SPAN)[None, :], tl.arange(0, WARPS * OUTS)[:, None]
-    out, group, run = _outs(tile, part, place, OUT, WARPS, OUTS, DEEP)
+    out, group, run = _outs(tile, part, place, OUT, IN, SPAN, WARPS, OUTS, DEEP)
     if OUT * IN // 4 >= 1 << 31:
         out = out.to(tl.int64)
     at = code + out * (IN // 4) + (run * (16 * SPAN) + unit) + group * (IN // 4)
     packed = tl.load(tl.max_contiguous(at, [1, 4 * SPAN]))
     packed = tl.reshape(packed, (OUTS // 8, WARPS, 8, 4, 2 * SPAN, 2))  # …, lane, word, half a word
-    packed = tl.reshape(tl.permute(packed, (1, 0, 2, 4, 3, 5)), (WARPS, OUTS, 16 * SPAN))
-    at = absmax
-    if SPAN == 2:
+    return tl.reshape(tl.permute(packed, (1, 0, 2, 4, 3, 5)), (WARPS, OUTS, 16 * SPAN))
+
+
+@triton.jit
+def scale_codes(
+    absmax, before, tile, part, turn, OUT: tl.constexpr, IN: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr,
+    OUTS: tl.constexpr, DEEP: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    """Scales' codes of EACH steps; those of the step `before` where `turn` isn't a multiple of EACH."""
+    out, group, run = _outs(tile, part, tl.arange(0, WARPS * OUTS * 4) // 4, OUT, IN, SPAN, WARPS, OUTS, DEEP)
+    each: tl.constexpr = SPAN * EACH
+    if each == 1:
+        at = absmax
+    elif each == 2:
         at = absmax.to(tl.pointer_type(tl.uint16), bitcast=True)
-    depth: tl.constexpr = IN // 64 // SPAN
-    out, group, run = _outs(tile, part, tl.arange(0, WARPS * OUTS * 4) // 4, OUT, WARPS, OUTS, DEEP)
-    return packed, tl.load(at + (out * depth + run) + group * depth)
+    else:
+        at = absmax.to(tl.pointer_type(tl.uint32), bitcast=True)
+    at += (out * (IN // 64 // each) + run // EACH) + group * (IN // 64 // each)
+    if EACH == 1:
+        word = tl.load(at)
+    else:
+        word = tl.load(at, mask=(out * 0 + turn) % EACH == 0, other=before)
+    return word
 
 
 @triton.jit
@@ -161,7 +189,7 @@ def _send_for(
 ):  # fmt: skip
     """Begins to bring codes of a step to L2, 32 bytes at a time; nothing is read."""
     place = tl.arange(0, WARPS * OUTS * SPAN)
-    out, group, run = _outs(tile, part, place // SPAN, OUT, WARPS, OUTS, DEEP)
+    out, group, run = _outs(tile, part, place // SPAN, OUT, IN, SPAN, WARPS, OUTS, DEEP)
     if OUT * IN // 4 >= 1 << 31:
         out = out.to(tl.int64)
     at = code + out * (IN // 4) + (run * SPAN + place % SPAN) * 16 + group * (IN // 4)
@@ -171,14 +199,17 @@ def _send_for(
 
 
 @triton.jit
-def _outs(tile, part, place, OUT: tl.constexpr, WARPS: tl.constexpr, OUTS: tl.constexpr, DEEP: tl.constexpr):
+def _outs(
+    tile, part, place, OUT: tl.constexpr, IN: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr,
+    OUTS: tl.constexpr, DEEP: tl.constexpr,
+):  # fmt: skip
     """Of (groups of 8 outputs × warps × 8 outputs): the output in two summands, and which SPAN blocks of it."""
     tall: tl.constexpr = WARPS // DEEP
     warp, group = place // 8 % WARPS, place // (8 * WARPS) * 8
     out = (tile * tall + warp % tall) * OUTS + place % 8
     if OUT % (tall * OUTS):  # a ragged tile reads the last row again: no masks
         out, group = tl.minimum(out + group, OUT - 1), group * 0
-    return out, group, part * DEEP + warp // tall
+    return out, group, part + warp // tall * (IN // 64 // SPAN // DEEP)
 
 
 @triton.jit
@@ -187,7 +218,7 @@ def nested(
     OUTS: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
     """Scales of a step's scales."""
-    out, group, run = _outs(tile, part, tl.arange(0, WARPS * OUTS * 4) // 4, OUT, WARPS, OUTS, DEEP)
+    out, group, run = _outs(tile, part, tl.arange(0, WARPS * OUTS * 4) // 4, OUT, IN, SPAN, WARPS, OUTS, DEEP)
     if IN % 2048 == 0:  # then eight outputs on are whole groups of 256 blocks on
         at = (out * (IN // 64) + run * SPAN >> 8) + (group * (IN // 64) >> 8)
     else:
@@ -205,7 +236,7 @@ def factor(
     even = scale_code(byte & 255, scales, absmax_code, TABLE) * outer + offset
     odd = even
     if SPAN == 2:
-        odd = scale_code(byte >> 8, scales, absmax_code, TABLE) * outer + offset
+        odd = scale_code(byte >> 8 & 255, scales, absmax_code, TABLE) * outer + offset
     value = tl.reshape(tl.join(even, odd), (OUTS // 8, WARPS, 8, 8))
     value = tl.reshape(tl.permute(value, (1, 0, 2, 3)), (WARPS, OUTS, 1, 8))
     value = tl.broadcast_to(value, (WARPS, OUTS, ROWS * SPAN // 8, 8))

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from peftkit_kernels.triton.dependent import wait_turn
-from peftkit_kernels.triton.nf4_few import codes, factor, finish, nested, share
+from peftkit_kernels.triton.nf4_few import codes, factor, finish, nested, scale_codes, share
 from peftkit_kernels.triton.nf4_table import fill_levels, pair_levels, settle
 
 
@@ -25,7 +25,8 @@ def wide_kernel(
     tiles: tl.constexpr = (OUT + WARPS * 16 - 1) // (WARPS * 16) * ROW_TILES
     steps: tl.constexpr = tiles * depth
     first, last = share(tiles, depth, MOST)
-    packed, byte = codes(code, absmax, first // depth // ROW_TILES, first % depth, OUT, IN, 1, WARPS, 16, 1)
+    packed = codes(code, first // depth // ROW_TILES, first % depth, OUT, IN, 1, WARPS, 16, 1)
+    byte = scale_codes(absmax, 0, first // depth // ROW_TILES, first % depth, 0, OUT, IN, 1, WARPS, 16, 1, 1)
     offset, column = tl.load(absmax_offset), 0
     if TABLE:
         column = fill_levels(x.dtype.element_ty)
@@ -36,9 +37,8 @@ def wide_kernel(
     total = tl.zeros((WARPS * 16, ROWS), tl.float32)
     for step in range(first, last):
         ahead = tl.minimum(step + 1, last - 1)
-        next_packed, next_byte = codes(
-            code, absmax, ahead // depth // ROW_TILES, ahead % depth, OUT, IN, 1, WARPS, 16, 1
-        )
+        next_packed = codes(code, ahead // depth // ROW_TILES, ahead % depth, OUT, IN, 1, WARPS, 16, 1)
+        next_byte = scale_codes(absmax, 0, ahead // depth // ROW_TILES, ahead % depth, 0, OUT, IN, 1, WARPS, 16, 1, 1)
         next_value = _block(x, x_stride, ahead // depth % ROW_TILES * ROWS, ahead % depth, num_rows, ROWS)
         tile, part = step // depth, step % depth
         inputs = tl.reshape(value, (ROWS, 4, 2, 2, 2, 2))  # lane, word, q in two bits, i
