@@ -181,15 +181,19 @@ def nf4_dequantize(
 
     Semantics, for element e of the flattened matrix, B = ⌈O·I / 64⌉ blocks:
         b = e // 64
-        scale = absmax_code[absmax[b]] * absmax_scale[b // 256] + absmax_offset
+        scale = absmax_code[absmax[b]] * absmax_scale[b // 256] + absmax_offset (or absmax_offset[b // 256])
         nibble = code[e // 2] >> 4 if e is even else code[e // 2] & 15
         w[e] = NF4[nibble] * scale                        (in float32, cast once)
     code_X: uint8, X = ⌈O·I / 2⌉. absmax_B: uint8. absmax_code: float32 (256,). absmax_scale: float32 (⌈B / 256⌉,).
-    absmax_offset: float32, no dimension. Returns w of `shape` (O, I) and `dtype`.
+    absmax_offset: float32, no dimension, or (⌈B / 256⌉,) for matrices below one another, which is the same for all of a
+    row. Returns w of `shape` (O, I) and `dtype`.
     """
     nibble = torch.stack((code_X >> 4, code_X & 15), dim=-1).flatten()
     value = torch.tensor(NF4, dtype=torch.float32, device=code_X.device)[nibble.int()]
-    scale_B = absmax_code[absmax_B.int()] * absmax_scale.repeat_interleave(256)[: absmax_B.numel()] + absmax_offset
+    scale_B, offset_B = absmax_scale.repeat_interleave(256)[: absmax_B.numel()], absmax_offset
+    if absmax_offset.dim():
+        offset_B = absmax_offset.repeat_interleave(256)[: absmax_B.numel()]
+    scale_B = absmax_code[absmax_B.int()] * scale_B + offset_B
     num_elements = shape[0] * shape[1]
     return (value[:num_elements] * scale_B.repeat_interleave(64)[:num_elements]).view(shape).to(dtype)
 

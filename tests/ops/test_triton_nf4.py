@@ -1,6 +1,7 @@
 """NF4 kernels against bitsandbytes and float64: small in Triton's interpreter, at full size on a GPU."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType
 
 import pytest
@@ -104,6 +105,42 @@ def test_programs_that_share_tiles_of_outputs_and_of_rows(
         check_linear(module, assert_near, cut["rows"] - 1, 70, 256, torch.float32)
         check_linear(module, assert_near, cut["rows"] + 1, 33, 320, torch.float16)
     assert not module.counters_of("nf4_linear", 1 << 14, torch.device("cpu")).any()
+
+
+@pytest.mark.parametrize(
+    ("rows", "cut"),
+    [(3, None), (3, CUTS[3]), (7, CUTS[4]), (6, CUTS[2]), (40, None)],
+    ids=["few", "ahead", "deep", "wide", "parts"],
+)
+def test_matrices_joined_below_one_another_keep_an_offset_each(
+    seed: int,
+    assert_near: Near,
+    interpreter: Interpreter,
+    monkeypatch: pytest.MonkeyPatch,
+    rows: int,
+    cut: dict[str, int] | None,
+) -> None:
+    module, outs = interpreter("nf4"), (64, 128, 64)
+    monkeypatch.setattr(module, "_MULTIPROCESSORS", {9: 5})
+    parts = [quantised(torch.randn(out, 256) * 10**i) for i, out in enumerate(outs)]
+    code_X, absmax_B, scale_G = (torch.cat([part[i] for part in parts]) for i in (0, 1, 3))
+    offset_G = torch.cat([part[4].expand(len(part[3])) for part in parts])
+    x = torch.randn(rows, 256)
+    joined = (code_X, absmax_B, parts[0][2], scale_G, offset_G)
+    exact = torch.cat(
+        [
+            x.double() @ reference.nf4_dequantize(*part, (out, 256), torch.float32).double().T
+            for part, out in zip(parts, outs, strict=True)
+        ],
+        dim=1,
+    )
+    with module.override(module.Few(**cut, per_sm=1)) if cut else nullcontext():
+        y = module.nf4_linear(x, *joined, sum(outs))
+    for found, wanted in zip(y.split(outs, 1), exact.split(outs, 1), strict=True):
+        assert_near(found, wanted, BOUND[torch.float32])
+    weight = module.nf4_dequantize(*joined, (sum(outs), 256), torch.float32)
+    assert torch.equal(weight, reference.nf4_dequantize(*joined, (sum(outs), 256), torch.float32))
+    assert torch.equal(weight[64:192], reference.nf4_dequantize(*parts[1], (128, 256), torch.float32))
 
 
 def test_programs_take_whole_tiles_where_these_are_even_and_share_them_elsewhere(

@@ -138,12 +138,13 @@ def nf4_dequantize(
             absmax_B.contiguous(),
             absmax_code.contiguous(),
             absmax_scale.contiguous(),
-            absmax_offset,
+            absmax_offset.contiguous(),
             weight_OI,
             num_elements,
             WORDS=config.words,
             WHOLE=num_elements % (8 * config.words) == 0,
             SHUFFLE=code_X.is_cuda,
+            OFFSETS=absmax_offset.dim() > 0,
             num_warps=config.num_warps,
             enable_fp_fusion=False,  # a scale is rounded before the offset is added
         )
@@ -174,12 +175,12 @@ def nf4_linear(
     y_TO = torch.empty(num_rows, out_features, dtype=x_TI.dtype, device=x_TI.device)
     if not y_TO.numel():
         return y_TO
-    quantised = (code_X.contiguous(), absmax_B.contiguous(), absmax_code.contiguous(), absmax_scale.contiguous())
+    quantised = tuple(t.contiguous() for t in (code_X, absmax_B, absmax_code, absmax_scale, absmax_offset))
     config = None if deterministic else _few(num_rows, out_features, in_features, x_TI)
     if config is None:
-        _in_parts(x_TI, (*quantised, absmax_offset), bias_O, y_TO, deterministic)
+        _in_parts(x_TI, quantised, bias_O, y_TO, deterministic)
     else:
-        _in_steps(x_TI, (*quantised, absmax_offset), bias_O, y_TO, config)
+        _in_steps(x_TI, quantised, bias_O, y_TO, config)
     return y_TO
 
 
@@ -210,6 +211,7 @@ def _in_steps(x_TI: Tensor, quantised: Sequence[Tensor], bias_O: Tensor | None, 
         OUT=out_features,
         IN=in_features,
         **_few_constants(config, row_tiles, most),
+        OFFSETS=others[-1].dim() > 0,
         HAS_BIAS=bias_O is not None,
         TABLE=x_TI.is_cuda,
         DEPENDENT=dependent,
@@ -263,6 +265,7 @@ def _in_parts(
         UNROLL=config.unroll,
         HAS_BIAS=bias_O is not None,
         PERMUTE=x_TI.is_cuda and x_TI.dtype != torch.float32,
+        OFFSETS=quantised[-1].dim() > 0,
         DEPENDENT=dependent,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -299,6 +302,7 @@ def _dequantize(
     WORDS: tl.constexpr,
     WHOLE: tl.constexpr,
     SHUFFLE: tl.constexpr,
+    OFFSETS: tl.constexpr,
 ):
     """Neighbouring threads have neighbouring words of eight codes: a warp stores 512 bytes that lie together."""
     first = tl.program_id(0).to(tl.int64) * WORDS
@@ -307,7 +311,7 @@ def _dequantize(
     if not WHOLE:
         word = tl.minimum(word, (left - 1) // 8)
     packed = tl.load(code + first + word)
-    factor = scale(absmax, absmax_code, absmax_scale, absmax_offset, (first + word) // 8)
+    factor = scale(absmax, absmax_code, absmax_scale, absmax_offset, (first + word) // 8, OFFSETS)
     l0, l1, l2, l3, l4, l5, l6, l7 = word_levels(packed, SHUFFLE)
     even = tl.join(tl.join(l0, l4), tl.join(l2, l6))
     odd = tl.join(tl.join(l1, l5), tl.join(l3, l7))
@@ -402,13 +406,14 @@ def specimens(capability: int) -> Iterator[Specimen]:
     quantised = {"code": "*u8", "absmax": "*u8"}
     quantised |= dict.fromkeys(("absmax_code", "absmax_scale", "absmax_offset"), "*fp32")
     for dtype in ("*bf16", "*fp16"):
-        constants = {"WORDS": FLAT.words, "WHOLE": True, "SHUFFLE": True}
+        constants = {"WORDS": FLAT.words, "WHOLE": True, "SHUFFLE": True, "OFFSETS": False}
         signature = {**quantised, "code": "*i32", "weight": dtype, "num_elements": "i32"}
         signature |= dict.fromkeys(constants, "constexpr")
         yield Specimen(_dequantize, signature, constants, num_warps=FLAT.num_warps, num_stages=1)
         for rows, config in CONFIGS.items():
             constants = {"OUT": 4096, "IN": 14336, "ROWS": rows, "OUTS": config.outs, "SPLITS": 4}
-            constants |= {"UNROLL": config.unroll, "HAS_BIAS": False, "PERMUTE": True, "DEPENDENT": capability >= 90}
+            constants |= {"UNROLL": config.unroll, "HAS_BIAS": False, "PERMUTE": True}
+            constants |= {"OFFSETS": False, "DEPENDENT": capability >= 90}
             pointers = {"x": dtype, **quantised, "code": "*i16", "bias": dtype, "sums": "*fp32"}
             signature = {**pointers, "num_rows": "i32", "x_stride": "i32", **dict.fromkeys(constants, "constexpr")}
             yield Specimen(parts_kernel, signature, constants, config.num_warps, config.num_stages)
@@ -416,7 +421,7 @@ def specimens(capability: int) -> Iterator[Specimen]:
             if config.rows > 8 and capability != 90:
                 continue
             constants = {"OUT": 28672, "IN": 4096, **_few_constants(config, 1, 4)}
-            constants |= {"HAS_BIAS": False, "TABLE": True, "DEPENDENT": capability >= 90}
+            constants |= {"OFFSETS": dtype == "*bf16", "HAS_BIAS": False, "TABLE": True, "DEPENDENT": capability >= 90}
             pointers = {"x": dtype, **quantised, "code": "*i16", "bias": dtype, "y": dtype, "sums": "*fp32"}
             signature = {**pointers, "arrived": "*i32", "num_rows": "i32", "x_stride": "i32:16"}
             signature |= dict.fromkeys(constants, "constexpr")

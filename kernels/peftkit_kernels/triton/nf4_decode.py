@@ -17,9 +17,11 @@ _LEVELS = tl.constexpr(NF4)
 
 
 @triton.jit
-def scale(absmax, absmax_code, absmax_scale, absmax_offset, block):
-    """The float32 scales of blocks, from their 8-bit codes."""
+def scale(absmax, absmax_code, absmax_scale, absmax_offset, block, OFFSETS: tl.constexpr = False):
+    """The float32 scales of blocks, from their 8-bit codes. OFFSETS: there is an offset for each scale's scale."""
     value = tl.load(absmax_code + tl.load(absmax + block).to(tl.int32))
+    if OFFSETS:
+        absmax_offset += block // 256
     return value * tl.load(absmax_scale + block // 256) + tl.load(absmax_offset)
 
 

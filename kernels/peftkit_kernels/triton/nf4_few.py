@@ -26,8 +26,8 @@ def few_kernel(
     x, code, absmax, absmax_code, absmax_scale, absmax_offset, bias, y, sums, arrived, num_rows, x_stride,
     OUT: tl.constexpr, IN: tl.constexpr, ROWS: tl.constexpr, ROW_TILES: tl.constexpr, SPAN: tl.constexpr,
     WARPS: tl.constexpr, OUTS: tl.constexpr, DEEP: tl.constexpr, EACH: tl.constexpr, AHEAD: tl.constexpr,
-    X_AHEAD: tl.constexpr, HINT: tl.constexpr, MOST: tl.constexpr, HAS_BIAS: tl.constexpr, TABLE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    X_AHEAD: tl.constexpr, HINT: tl.constexpr, MOST: tl.constexpr, OFFSETS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TABLE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A tile has OUTS outputs for each of WARPS / DEEP warps and ROWS rows of x; a step, SPAN blocks of it for each of
     DEEP warps. x is read through L1. Codes are loaded AHEAD steps before their use, scales of scales one, x X_AHEAD,
@@ -49,7 +49,9 @@ def few_kernel(
             EACH,
         )  # fmt: skip
     outer = nested(absmax_scale, first // depth // ROW_TILES, first % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP)
-    offset = tl.load(absmax_offset)
+    offset = first_offset(
+        absmax_offset, first // depth // ROW_TILES, first % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP, OFFSETS
+    )
     column, scales = tables(x, absmax_code, TABLE)
     if DEPENDENT:
         wait_turn()
@@ -83,6 +85,7 @@ def few_kernel(
         weights = tl.reshape(tl.permute(weights, (0, 1, 2, 5, 3, 6, 4)), (WARPS, OUTS, 64 * SPAN))
         product = tl.dot(weights, inputs, input_precision="ieee")
         byte = word
+        offset = next_offset(absmax_offset, offset, tile // ROW_TILES, part, OUT, IN, SPAN, WARPS, OUTS, DEEP, OFFSETS)
         if EACH > 1:
             byte = word >> part % EACH * (8 * SPAN)
         total += product * factor(outer, byte, offset, scales, absmax_code, ROWS, SPAN, WARPS, OUTS, TABLE)
@@ -218,12 +221,46 @@ def nested(
     OUTS: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
     """Scales of a step's scales."""
+    return tl.load(absmax_scale + _groups(tile, part, OUT, IN, SPAN, WARPS, OUTS, DEEP))
+
+
+@triton.jit
+def first_offset(
+    absmax_offset, tile, part, OUT: tl.constexpr, IN: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr,
+    OUTS: tl.constexpr, DEEP: tl.constexpr, OFFSETS: tl.constexpr,
+):  # fmt: skip
+    """What is added to a tile's scales, for each output where OFFSETS."""
+    if OFFSETS:
+        offset = tl.load(absmax_offset + _groups(tile, part, OUT, IN, SPAN, WARPS, OUTS, DEEP))
+    else:
+        offset = tl.load(absmax_offset)
+    return offset
+
+
+@triton.jit
+def next_offset(
+    absmax_offset, offset, tile, part, OUT: tl.constexpr, IN: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr,
+    OUTS: tl.constexpr, DEEP: tl.constexpr, OFFSETS: tl.constexpr,
+):  # fmt: skip
+    """The same with a tile's first part, and what was so far elsewhere: an output's scales have one offset."""
+    if OFFSETS:
+        at = _groups(tile, part, OUT, IN, SPAN, WARPS, OUTS, DEEP)
+        offset = tl.load(absmax_offset + at, mask=at * 0 + part == 0, other=offset)
+    return offset
+
+
+@triton.jit
+def _groups(
+    tile, part, OUT: tl.constexpr, IN: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr, OUTS: tl.constexpr,
+    DEEP: tl.constexpr,
+):  # fmt: skip
+    """Which groups of 256 blocks a step's blocks are of."""
     out, group, run = _outs(tile, part, tl.arange(0, WARPS * OUTS * 4) // 4, OUT, IN, SPAN, WARPS, OUTS, DEEP)
     if IN % 2048 == 0:  # then eight outputs on are whole groups of 256 blocks on
         at = (out * (IN // 64) + run * SPAN >> 8) + (group * (IN // 64) >> 8)
     else:
         at = (out + group) * (IN // 64) + run * SPAN >> 8
-    return tl.load(absmax_scale + at)
+    return at
 
 
 @triton.jit

@@ -33,6 +33,7 @@ def parts_kernel(
     UNROLL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PERMUTE: tl.constexpr,
+    OFFSETS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """A tile of OUTS × ROWS over one of SPLITS parts of the input: weights are the tensor cores' tall operand.
@@ -60,7 +61,7 @@ def parts_kernel(
                 block = tl.minimum(block, blocks - 1)
             packed = tl.load(code_at + block * 16)
             value = tl.load(x_at + block * _BLOCK, mask=(row < num_rows)[:, None], other=0.0)
-            factor = scale(absmax, absmax_code, absmax_scale, absmax_offset, first_block + block)
+            factor = scale(absmax, absmax_code, absmax_scale, absmax_offset, first_block + block, OFFSETS)
             if blocks % UNROLL != 0:
                 factor = tl.where(start + ahead < blocks, factor, 0.0)
             if PERMUTE:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from peftkit_kernels.triton.dependent import wait_turn
-from peftkit_kernels.triton.nf4_few import codes, factor, finish, nested, scale_codes, share
+from peftkit_kernels.triton.nf4_few import codes, factor, finish, first_offset, nested, next_offset, scale_codes, share
 from peftkit_kernels.triton.nf4_table import fill_levels, pair_levels, settle
 
 
@@ -18,7 +18,8 @@ from peftkit_kernels.triton.nf4_table import fill_levels, pair_levels, settle
 def wide_kernel(
     x, code, absmax, absmax_code, absmax_scale, absmax_offset, bias, y, sums, arrived, num_rows, x_stride,
     OUT: tl.constexpr, IN: tl.constexpr, ROWS: tl.constexpr, ROW_TILES: tl.constexpr, WARPS: tl.constexpr,
-    PIECES: tl.constexpr, MOST: tl.constexpr, HAS_BIAS: tl.constexpr, TABLE: tl.constexpr, DEPENDENT: tl.constexpr,
+    PIECES: tl.constexpr, MOST: tl.constexpr, OFFSETS: tl.constexpr, HAS_BIAS: tl.constexpr, TABLE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A tile has 16 outputs for each warp and ROWS rows of x; a step, one block of it."""
     depth: tl.constexpr = IN // 64
@@ -27,7 +28,8 @@ def wide_kernel(
     first, last = share(tiles, depth, MOST)
     packed = codes(code, first // depth // ROW_TILES, first % depth, OUT, IN, 1, WARPS, 16, 1)
     byte = scale_codes(absmax, 0, first // depth // ROW_TILES, first % depth, 0, OUT, IN, 1, WARPS, 16, 1, 1)
-    offset, column = tl.load(absmax_offset), 0
+    column = 0
+    offset = first_offset(absmax_offset, first // depth // ROW_TILES, first % depth, OUT, IN, 1, WARPS, 16, 1, OFFSETS)
     if TABLE:
         column = fill_levels(x.dtype.element_ty)
     if DEPENDENT:
@@ -49,6 +51,7 @@ def wide_kernel(
         weights = tl.reshape(tl.permute(weights, (0, 1, 2, 6, 5, 3, 4)), (WARPS * 16, 64))
         product = tl.dot(weights, inputs, input_precision="ieee")
         outer = nested(absmax_scale, tile // ROW_TILES, part, OUT, IN, 1, WARPS, 16, 1)
+        offset = next_offset(absmax_offset, offset, tile // ROW_TILES, part, OUT, IN, 1, WARPS, 16, 1, OFFSETS)
         scale = factor(outer, byte, offset, 0, absmax_code, ROWS, 1, WARPS, 16, False)
         total += product * tl.reshape(scale, (WARPS * 16, ROWS))
         if (part == depth - 1) | (step == last - 1):
