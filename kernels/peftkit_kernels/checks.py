@@ -164,7 +164,8 @@ def nf4_dequantize(
     _tensor("absmax_B", absmax_B, (num_blocks,), UINT8, code_X)
     _tensor("absmax_code", absmax_code, (256,), FLOAT32, code_X)
     _tensor("absmax_scale", absmax_scale, (-(-num_blocks // 256),), FLOAT32, code_X)
-    _tensor("absmax_offset", absmax_offset, (), FLOAT32, code_X)
+    offsets = tuple(absmax_scale.shape) if absmax_offset.dim() else ()
+    _tensor("absmax_offset", absmax_offset, offsets, FLOAT32, code_X)
     if dtype not in FLOATS:
         raise ValueError(f"dtype is {dtype}: one of {_names(FLOATS)} is wanted")
 

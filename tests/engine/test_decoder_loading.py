@@ -1,5 +1,6 @@
 """Specs and weights read from folders: what they hold, what is refused, and NF4 as training sees it."""
 
+import dataclasses
 import json
 import weakref
 from collections.abc import Callable
@@ -15,7 +16,16 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 
 from peftkit.errors import BaseModelError
 from peftkit_serve.models.spec import PROJECTIONS, ModelSpec, read_spec
-from peftkit_serve.models.weights import Matrix, ModelWeights, Nf4Matrix, base_linear, load_weights, product
+from peftkit_serve.models.weights import (
+    Matrix,
+    ModelWeights,
+    Nf4Matrix,
+    Nf4Weight,
+    base_linear,
+    join_nf4,
+    load_weights,
+    product,
+)
 
 CPU = torch.device("cpu")
 NF4: dict[str, Any] = {"blocksize": 64, "compress_statistics": True, "quant_type": "nf4"}
@@ -301,6 +311,34 @@ def test_codes_alone_compute_what_their_dequantised_copies_do(base: Path, determ
             torch.testing.assert_close(y, x @ dense(copy).T + bias, rtol=1e-5, atol=1e-5)
     for path in ("model.layers.1.self_attn.v_proj", "model.layers.0.mlp.down_proj"):
         assert torch.equal(base_linear(weights, spec, path)[0], base_linear(cached, spec, path)[0])
+
+
+def in_nf4(out_features: int, scale: float) -> Nf4Weight:
+    codes, state = quantize_4bit(torch.randn(out_features, 256) * scale, **NF4)
+    assert state.state2 is not None and state.offset is not None
+    return Nf4Weight(codes.flatten(), state.absmax, state.state2.code, state.state2.absmax, state.offset)
+
+
+@pytest.mark.parametrize("rows", [3, 70])
+def test_one_product_takes_matrices_in_nf4_as_parts_of_one(seed: int, rows: int) -> None:
+    parts, outs = (in_nf4(64, 0.1), in_nf4(128, 3.0), in_nf4(64, 1.0)), (64, 128, 64)
+    views, joined = join_nf4(parts)
+    assert joined is not None
+    for view, part in zip(views, parts, strict=True):
+        assert all(map(torch.equal, view.tensors, part.tensors))
+        assert view.code_X.untyped_storage().data_ptr() == joined.code_X.untyped_storage().data_ptr()
+    x, bias = torch.randn(rows, 256), torch.randn(256)
+    together = product(x, Nf4Matrix(views, outs, 256, joined), bias, deterministic=False)
+    apart = product(x, Nf4Matrix(parts, outs, 256), bias, deterministic=False)
+    torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
+
+
+def test_matrices_in_nf4_stay_apart_where_one_ends_within_a_nested_scale_or_has_other_steps(seed: int) -> None:
+    whole, ragged = in_nf4(64, 1.0), in_nf4(33, 1.0)
+    assert join_nf4((whole, ragged)) == ((whole, ragged), None)
+    other = dataclasses.replace(whole, absmax_code=whole.absmax_code + 1)
+    assert join_nf4((whole, other)) == ((whole, other), None)
+    assert join_nf4((ragged,)) == ((ragged,), ragged)
 
 
 @pytest.mark.parametrize("quant", ["none", "nf4"])

@@ -185,6 +185,10 @@ def test_the_reference_is_an_affine_map_by_the_dequantised_weight(seed: int, ass
     check_linear(reference, assert_near, 3, 7, 128, torch.float32, deterministic=True)
     with pytest.raises(ValueError, match="code_X has shape"):
         nf4_linear(torch.ones(2, 64), *quantised(torch.ones(3, 128)), 3)
+    *scales, offset = quantised(torch.ones(3, 64))
+    with pytest.raises(ValueError, match="absmax_offset has shape"):
+        nf4_linear(torch.ones(2, 64), *scales, offset.expand(2), 3)
+    assert nf4_linear(torch.ones(2, 64), *scales, offset.expand(1), 3).shape == (2, 3)
 
 
 @pytest.mark.gpu

@@ -55,6 +55,8 @@ class Nf4Matrix:
     parts: tuple[Nf4Weight, ...]
     out_features: tuple[int, ...]
     in_features: int
+    joined: Nf4Weight | None = None
+    """The parts below one another, of which they then are views: one product for all; None where scales forbid it."""
 
 
 Matrix = Tensor | Nf4Matrix
@@ -65,12 +67,43 @@ def product(x_TI: Tensor, matrix: Matrix, bias_O: Tensor | None, *, deterministi
     """y[t] = weight @ x[t] + bias. Returns y_TO."""
     if isinstance(matrix, Tensor):
         return linear(x_TI, matrix, bias_O, deterministic=deterministic)
+    if matrix.joined is not None:
+        out_features = sum(matrix.out_features)
+        return nf4_linear(x_TI, *matrix.joined.tensors, out_features, bias_O, deterministic=deterministic)
     biases = [None] * len(matrix.parts) if bias_O is None else bias_O.split(matrix.out_features)
     y = [
         nf4_linear(x_TI, *part.tensors, out, bias, deterministic=deterministic)
         for part, out, bias in zip(matrix.parts, matrix.out_features, biases, strict=True)
     ]
-    return y[0] if len(y) == 1 else torch.cat(y, dim=1)
+    return torch.cat(y, dim=1)
+
+
+def join_nf4(parts: tuple[Nf4Weight, ...]) -> tuple[tuple[Nf4Weight, ...], Nf4Weight | None]:
+    """Weights of as many inputs as views of one that has them below one another, and that one.
+
+    Its nested scales are those of the parts, each with the offset of its part: `nf4_linear` takes both. None for it,
+    and the parts as they are, where a part ends within a nested scale or has other steps of scales than the first.
+    """
+    if len(parts) == 1:
+        return parts, parts[0]
+    first, *others = parts
+    whole = all(part.absmax_B.numel() % _NESTED_BLOCK == 0 for part in parts)
+    if not whole or not all(torch.equal(part.absmax_code, first.absmax_code) for part in others):
+        return parts, None
+    code_X, absmax_B, absmax_scale = (
+        torch.cat([getattr(part, name) for part in parts]) for name in ("code_X", "absmax_B", "absmax_scale")
+    )
+    offsets = torch.cat([part.absmax_offset.expand(part.absmax_scale.shape) for part in parts])
+    blocks = [part.absmax_B.numel() for part in parts]
+    views = zip(
+        code_X.split([_BLOCK // 2 * count for count in blocks]),
+        absmax_B.split(blocks),
+        absmax_scale.split([count // _NESTED_BLOCK for count in blocks]),
+        parts,
+        strict=True,
+    )
+    held = [Nf4Weight(code, absmax, part.absmax_code, scale, part.absmax_offset) for code, absmax, scale, part in views]
+    return tuple(held), Nf4Weight(code_X, absmax_B, first.absmax_code, absmax_scale, offsets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,8 +333,10 @@ def _layer(
                 parts.append(part)
         if quantised is not None and not cached:
             out_features = tuple(shapes[projection][0] for projection in projections)
-            held = tuple(nf4[f"{prefix}.{projection}"] for projection in projections)
-            return Nf4Matrix(held, out_features, shapes[projections[0]][1])
+            paths = [f"{prefix}.{projection}" for projection in projections]
+            held, joined = join_nf4(tuple(nf4[path] for path in paths))
+            nf4.update(zip(paths, held, strict=True))
+            return Nf4Matrix(held, out_features, shapes[projections[0]][1], joined)
         return pack_linear(parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def bias(present: bool, *projections: str) -> Tensor | None:
