@@ -103,6 +103,7 @@ def grouped_lora(
     offset_c_PS: Tensor,
     out_features: tuple[int, ...],
     *,
+    x_settled: bool = False,
     deterministic: bool = False,
 ) -> None:
     _tensor("x_TI", x_TI, (None, None), FLOATS)

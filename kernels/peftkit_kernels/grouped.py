@@ -39,6 +39,7 @@ def grouped_lora(
     offset_c_PS: Tensor,
     out_features: tuple[int, ...],
     *,
+    x_settled: bool = False,
     deterministic: bool = False,
 ) -> Tensor:
     """Adds each row's own low-rank update to y, in place, several projections of one input at once; DoRA scales too.
@@ -54,6 +55,8 @@ def grouped_lora(
     weights: one flat buffer in x's dtype. row_X: int64, all different. segment_start_G1: int32, from 0 to X, ascending
     (equal neighbours: an empty segment). segment_slot_G: int32. offset_a_PS, offset_b_PS, offset_c_PS: int64, in
     elements. rank_PS: int32. scale_PS: float32. `sum(out_features) == O`. Returns y_TO.
+    x_settled: a promise that x and the weights were complete before the kernel that was launched last on this stream
+    began, as they are after the product that y is. On a GPU the update then begins while that kernel still runs.
     """
     starts, slots = segment_start_G1.tolist(), segment_slot_G.tolist()
     offsets_a, offsets_b, ranks, scales = (table.tolist() for table in (offset_a_PS, offset_b_PS, rank_PS, scale_PS))

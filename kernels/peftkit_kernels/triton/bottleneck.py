@@ -28,6 +28,7 @@ from peftkit_kernels.triton.segmented import (
     add_shrunk,
     candidates,
     cuts_of,
+    kind_of,
     locate,
     override,
     tiles_of,
@@ -58,7 +59,7 @@ def grouped_bottleneck(
     assert y_TH.stride(1) == 1 and residual_TH.stride(1) == 1, "rows of y and residual are contiguous"
     tables = (offset_S, width_S, scale_S, form_S3)
     assert all(table.is_contiguous() for table in tables), "tables are contiguous"
-    cuts = _narrow(_config("bottleneck", num_rows, num_segments, deterministic, y_TH.device))
+    cuts = _narrow(_config(kind_of("bottleneck", num_rows, num_segments, deterministic), y_TH.device))
     _, shares = cuts.steps(hidden)
     room = max_width(hidden)
     inner = torch.empty((shares, num_rows, room), dtype=torch.float32, device=y_TH.device)

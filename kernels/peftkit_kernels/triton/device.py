@@ -27,3 +27,9 @@ def multiprocessors_of(device: torch.device) -> int:
 def counters_of(operation: str, count: int, device: torch.device) -> Tensor:
     """An operation's int32 zeros (count,), which every launch leaves zero again: one stream at a time may run it."""
     return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+@cache
+def scratch_of(operation: str, count: int, device: torch.device) -> Tensor:
+    """An operation's own uninitialised float32 memory (count,): one stream at a time may run it."""
+    return torch.empty(count, dtype=torch.float32, device=device)

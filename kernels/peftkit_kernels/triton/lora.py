@@ -1,6 +1,9 @@
 """Grouped LoRA: x Aᵀ over shares of the features (`_shrink`), then (x Aᵀ) B onto y (`_expand`).
 
 Bound by memory: A and B of the distinct adapters at few rows, y at many.
+
+Where x is settled and rows are few, shrink takes what the product that y comes from leaves free of each multiprocessor
+and runs beside it. It waits for the product at its end alone, so that the end of shrink is the end of both.
 """
 # pyright: reportCallIssue=false, reportMissingParameterType=false, reportOperatorIssue=false
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
@@ -17,9 +20,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from peftkit_kernels.segments import MAX_RANK
 from peftkit_kernels.triton.compile import Specimen
-from peftkit_kernels.triton.device import capability_of
+from peftkit_kernels.triton.dependent import MAX_ROWS, begins_early, launch_options, wait_turn
+from peftkit_kernels.triton.device import capability_of, scratch_of
 from peftkit_kernels.triton.lora_walk import expand_walk
 from peftkit_kernels.triton.segmented import (
+    BESIDE,
     CONFIGS,
     Config,
     Kind,
@@ -28,6 +33,7 @@ from peftkit_kernels.triton.segmented import (
     add_shrunk,
     candidates,
     cuts_of,
+    kind_of,
     locate,
     override,
     projection_of,
@@ -52,6 +58,7 @@ def grouped_lora(
     offset_c_PS: Tensor,
     out_features: tuple[int, ...],
     *,
+    x_settled: bool = False,
     deterministic: bool = False,
 ) -> Tensor:
     """See `peftkit_kernels.grouped.grouped_lora`; ranks up to MAX_RANK. Quickest where offsets are multiples of 8."""
@@ -63,21 +70,23 @@ def grouped_lora(
     assert all(table.is_contiguous() for table in tables), "tables are contiguous"
     num_projections, features = len(out_features), x_TI.shape[1]
     columns = sum(out_features) / features
-    cuts = _config("lora", num_rows, num_segments, deterministic, y_TO.device, columns)
+    kind = kind_of("lora", num_rows, num_segments, deterministic, columns)
+    early = x_settled and kind in BESIDE and begins_early(y_TO.device, max(num_rows, y_TO.shape[0]))
+    cuts = _config(kind, y_TO.device, beside=early)
     if cuts.shrink_rows == 1 and columns >= 4:  # fewer shares, as each of the many programs of expand adds all up
         cuts = replace(cuts, splits=max(1, cuts.splits // 2))
     _, shares = cuts.steps(features)
-    inner = torch.empty((shares, num_rows, num_projections, MAX_RANK), dtype=torch.float32, device=y_TO.device)
+    inner = _inner(shares, num_rows, num_projections, early, y_TO.device)
     rows = (row_X, segment_start_G1, segment_slot_G)
     sizes = (num_rows, num_segments, offset_a_PS.shape[1])
     pdl = capability_of(y_TO.device, 80) >= 90
-    launch = {"launch_pdl": True} if pdl else {}
-    constants = _shrink_constants(cuts, num_projections, features, pdl)
+    launch = launch_options(pdl)
+    constants = _shrink_constants(cuts, num_projections, features, pdl, early)
     tiles = tiles_of(num_rows, num_segments, cuts.shrink_rows)
-    # without launch_pdl: expand reads y before it waits for shrink, so what wrote y must have ended when shrink begins
+    # early or not at all: expand reads y before it waits for shrink, and then what wrote y must have ended
     _shrink[(tiles, shares * (num_projections // constants["TOGETHER"]))](
         x_TI, weights, *rows, offset_a_PS, rank_PS, inner, *sizes, features, x_TI.stride(0), **constants,
-        num_warps=cuts.shrink_warps,
+        num_warps=cuts.shrink_warps, **launch_options(early),
     )  # fmt: skip
     tiles = tiles_of(num_rows, num_segments, cuts.expand_rows)
     into = (y_TO, weights, *rows, offset_b_PS, rank_PS, scale_PS, offset_c_PS, inner, *sizes, y_TO.stride(0))
@@ -88,7 +97,7 @@ def grouped_lora(
         expand_walk[(tiles, walks)](*into, blocks, **constants, num_warps=cuts.expand_warps, **launch)
         return y_TO
     _expand[(tiles, sum(triton.cdiv(out, cuts.block_n) for out in out_features))](
-        *into, **_expand_constants(cuts, out_features, shares, pdl), num_warps=cuts.expand_warps,
+        *into, **_expand_constants(cuts, out_features, shares, pdl, early), num_warps=cuts.expand_warps,
         num_stages=cuts.expand_stages, **launch,
     )  # fmt: skip
     return y_TO
@@ -99,13 +108,15 @@ def _shrink(
     x, weights, row, start, slot, offset_a, rank, inner, num_rows, num_segments, num_slots, features, x_stride,
     PROJECTIONS: tl.constexpr, TOGETHER: tl.constexpr, PADDED: tl.constexpr, MAX_RANK: tl.constexpr,
     SHARES: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One share of the features of one tile, for TOGETHER projections: inner (SHARES, X, PROJECTIONS, MAX_RANK)."""
     if PDL:
         gdc_launch_dependents()
     s, first, count = locate(start, slot, tl.program_id(0), num_rows, num_segments, BLOCK_M)
     if count <= 0:
+        if EARLY:
+            gdc_wait()
         return
     share, p0 = tl.program_id(1) % SHARES, tl.program_id(1) // SHARES * TOGETHER
     m = tl.arange(0, BLOCK_M)
@@ -125,18 +136,22 @@ def _shrink(
         if (largest <= 16) & (BLOCK_R > 16):  # one branch where both are the same, as each has its own shared memory
             _shares_of(
                 x, weights, offset_a, rank, into, rows, live, s, p0, largest, num_slots, features, features_left,
-                x_stride, PROJECTIONS, TOGETHER, PADDED, MAX_RANK, STEPS, BLOCK_M, BLOCK_K, 16, STAGES, True,
+                x_stride, PROJECTIONS, TOGETHER, PADDED, MAX_RANK, STEPS, BLOCK_M, BLOCK_K, 16, STAGES, True, EARLY,
             )  # fmt: skip
         else:
             _shares_of(
                 x, weights, offset_a, rank, into, rows, live, s, p0, largest, num_slots, features, features_left,
                 x_stride, PROJECTIONS, TOGETHER, PADDED, MAX_RANK, STEPS, BLOCK_M, BLOCK_K, BLOCK_R, STAGES, True,
+                EARLY,
             )  # fmt: skip
     else:
         _shares_of(
             x, weights, offset_a, rank, into, rows, live, s, p0, largest, num_slots, features, features_left,
             x_stride, PROJECTIONS, TOGETHER, PADDED, MAX_RANK, STEPS * BLOCK_K // 16, BLOCK_M, 16, 16, 1, False,
+            EARLY,
         )  # fmt: skip
+    if EARLY:
+        gdc_wait()
 
 
 @triton.jit
@@ -144,7 +159,7 @@ def _shares_of(
     x, weights, offset_a, rank, into, rows, live, s, p0, largest, num_slots, features, features_left, x_stride,
     PROJECTIONS: tl.constexpr, TOGETHER: tl.constexpr, PADDED: tl.constexpr, MAX_RANK: tl.constexpr,
     STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Rank after rank in one loop, so that the loads of the next are under way: BLOCK_R of each projection a step."""
     n = tl.arange(0, PADDED * BLOCK_R)
@@ -162,7 +177,9 @@ def _shares_of(
     for i in tl.range(0, tl.cdiv(largest, BLOCK_R) * STEPS, num_stages=STAGES):
         r0, kk = i // STEPS * BLOCK_R, i % STEPS * BLOCK_K + k
         inside, wanted = kk < features_left, r0 + r < ranks
-        x_MK = tl.load(x_rows + kk[None, :], mask=live[:, None] & inside[None, :], other=0.0)
+        x_at, x_mask = x_rows + kk[None, :], live[:, None] & inside[None, :]
+        # a kernel that begins early may find an older x in L1
+        x_MK = tl.load(x_at, mask=x_mask, other=0.0, cache_modifier=".cg" if EARLY else "")
         at = weights + (offsets + (r0 + r) * features)[:, None] + kk[None, :]
         a_NK = tl.load(at, mask=wanted[:, None] & inside[None, :], other=0.0)
         acc = add_shrunk(acc, x_MK, a_NK, BLOCK_M)
@@ -177,8 +194,10 @@ def _expand(
     y, weights, row, start, slot, offset_b, rank, scale, offset_c, inner, num_rows, num_segments, num_slots, y_stride,
     OUT: tl.constexpr, PROJECTIONS: tl.constexpr, MAX_RANK: tl.constexpr, SHARES: tl.constexpr,
     PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N columns of one projection for one tile. What doesn't come from `_shrink` is loaded before the wait."""
+    """BLOCK_N columns of one projection for one tile. What doesn't come from `_shrink`, nor from the product that it
+    runs beside, is loaded before the wait."""
     s, first, count = locate(start, slot, tl.program_id(0), num_rows, num_segments, BLOCK_M)
     p, column, out, block = projection_of(tl.program_id(1), BLOCK_N, OUT, PROJECTIONS)
     r = tl.load(rank + p * num_slots + s)
@@ -189,7 +208,7 @@ def _expand(
     rows = tl.load(row + first + m, mask=m < count, other=0)
     if (count <= 0) | (r == 0):  # behind the loads, so that none waits for another
         if PDL:
-            gdc_wait()  # so that the end of this launch is the end of both
+            wait_turn()  # so that the end of this launch is the end of both
         return
     y += column + rows[None, :] * y_stride
     n0 = block * BLOCK_N
@@ -201,18 +220,18 @@ def _expand(
         if (r <= 16) & (BLOCK_R > 16):
             _update(
                 y, aligned, rescaling_at, inner, count, r, n0, out, weight, rescaling, share_stride,
-                PROJECTIONS * MAX_RANK, SHARES, PADDED, BLOCK_M, BLOCK_N, 16, PDL,
+                PROJECTIONS * MAX_RANK, SHARES, PADDED, BLOCK_M, BLOCK_N, 16, PDL, EARLY,
             )  # fmt: skip
         else:
             _update(
                 y, aligned, rescaling_at, inner, count, r, n0, out, weight, rescaling, share_stride,
-                PROJECTIONS * MAX_RANK, SHARES, PADDED, BLOCK_M, BLOCK_N, BLOCK_R, PDL,
+                PROJECTIONS * MAX_RANK, SHARES, PADDED, BLOCK_M, BLOCK_N, BLOCK_R, PDL, EARLY,
             )  # fmt: skip
     else:
         for c in range(0, BLOCK_N // 16):
             _update(
                 y, weights + offset, rescaling_at, inner, count, r, n0 + c * 16, out, weight, rescaling, share_stride,
-                PROJECTIONS * MAX_RANK, SHARES, PADDED, BLOCK_M, 16, 16, PDL,
+                PROJECTIONS * MAX_RANK, SHARES, PADDED, BLOCK_M, 16, 16, PDL, EARLY,
             )  # fmt: skip
 
 
@@ -220,16 +239,18 @@ def _expand(
 def _update(
     y, b, rescaling_at, inner, count, rank, n0, out, scale, rescaling, share_stride, ROW_STRIDE: tl.constexpr,
     SHARES: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Columns are the long side of the product, so that few rows take few registers."""
     r, n = tl.arange(0, BLOCK_R), n0 + tl.arange(0, BLOCK_N)
     inside = n < out
     mask = inside[:, None] & (tl.arange(0, BLOCK_M) < count)[None, :]
     b_RN = tl.load(b + r[:, None] * out + n[None, :], mask=(r < rank)[:, None] & inside[None, :], other=0.0)
+    if EARLY:
+        wait_turn()
     value = tl.load(y + n[:, None], mask=mask, other=0.0)
     if PDL:
-        gdc_wait()
+        wait_turn()
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for r0 in range(0, rank, BLOCK_R):
         h_RM = add_shares(inner, count, rank, r0, ROW_STRIDE, share_stride, SHARES, PADDED, BLOCK_M, BLOCK_R)
@@ -250,7 +271,17 @@ def _blocks(cuts: Config, out_features: tuple[int, ...]) -> int:
     return min(cuts.blocks, 1 << max(walks, 1).bit_length() - 1)
 
 
-def _shrink_constants(cuts: Config, num_projections: int, features: int, pdl: bool) -> dict[str, int | bool]:
+def _inner(shares: int, num_rows: int, num_projections: int, early: bool, device: torch.device) -> Tensor:
+    """Memory between the launches, (shares, X, P, MAX_RANK). Of an early shrink it's nobody else's: freshly allocated
+    it could be what the kernel that still runs works with."""
+    if early:
+        return scratch_of("lora", shares * MAX_ROWS * num_projections * MAX_RANK, device)
+    return torch.empty((shares, num_rows, num_projections, MAX_RANK), dtype=torch.float32, device=device)
+
+
+def _shrink_constants(
+    cuts: Config, num_projections: int, features: int, pdl: bool, early: bool
+) -> dict[str, int | bool]:
     steps, shares = cuts.steps(features)
     together = num_projections if cuts.together else 1
     padded = triton.next_power_of_2(together)
@@ -266,10 +297,13 @@ def _shrink_constants(cuts: Config, num_projections: int, features: int, pdl: bo
         "BLOCK_R": cuts.shrink_ranks,
         "STAGES": cuts.shrink_stages,
         "PDL": pdl,
+        "EARLY": early,
     }
 
 
-def _expand_constants(cuts: Config, out_features: tuple[int, ...], shares: int, pdl: bool) -> dict[str, object]:
+def _expand_constants(
+    cuts: Config, out_features: tuple[int, ...], shares: int, pdl: bool, early: bool
+) -> dict[str, object]:
     return {
         "OUT": tuple(out_features),
         "PROJECTIONS": len(out_features),
@@ -280,25 +314,28 @@ def _expand_constants(cuts: Config, out_features: tuple[int, ...], shares: int, 
         "BLOCK_N": cuts.block_n,
         "BLOCK_R": cuts.expand_ranks,
         "PDL": pdl,
+        "EARLY": early,
     }
 
 
 def _walk_constants(cuts: Config, out_features: tuple[int, ...], shares: int, pdl: bool) -> dict[str, object]:
-    constants = _expand_constants(cuts, out_features, shares, pdl)
-    del constants["PADDED"]
+    constants = _expand_constants(cuts, out_features, shares, pdl, early=False)
+    del constants["PADDED"], constants["EARLY"]
     return {**constants, "STEP_N": min(cuts.block_n, 64), "STAGES": cuts.expand_stages}
 
 
 def specimens(capability: int) -> Iterator[Specimen]:
-    """q, k, v of Llama 8B in every kind of call; its down projection at few rows."""
-    uses: list[tuple[Kind, str, tuple[int, ...], int]]
-    uses = [(kind, "*bf16", (4096, 1024, 1024), 4096) for kind in get_args(Kind)]
-    uses += [("few", "*fp16", (4096, 1024, 1024), 4096), ("few", "*bf16", (4096,), 14336)]
+    """q, k, v of Llama 8B in every kind of call, and beside its product where that is done; down at few rows."""
+    qkv, pdl = (4096, 1024, 1024), capability >= 90
+    uses: list[tuple[Config, str, tuple[int, ...], int, bool]]
+    uses = [(cuts_of(kind, capability), "*bf16", qkv, 4096, False) for kind in get_args(Kind)]
+    uses += [(cuts, "*bf16", qkv, 4096, True) for cuts in BESIDE.values() if pdl]
+    few = cuts_of("few", capability)
+    uses += [(few, "*fp16", qkv, 4096, False), (few, "*bf16", (4096,), 14336, False)]
     tables = {"row": "*i64", "start": "*i32", "slot": "*i32"}
     sizes = dict.fromkeys(("num_rows", "num_segments", "num_slots"), "i32")
-    for kind, dtype, out, features in uses:
-        cuts = cuts_of(kind, capability)
-        constants = _shrink_constants(cuts, len(out), features, capability >= 90)
+    for cuts, dtype, out, features, early in uses:
+        constants = _shrink_constants(cuts, len(out), features, pdl, early)
         first = {"x": dtype, "weights": dtype, **tables, "offset_a": "*i64", "rank": "*i32", "inner": "*fp32"}
         signature = {**first, **sizes, "features": "i32:16", "x_stride": "i32:16"}
         signature |= dict.fromkeys(constants, "constexpr")
@@ -307,10 +344,10 @@ def specimens(capability: int) -> Iterator[Specimen]:
         second = {"offset_b": "*i64", "rank": "*i32", "scale": "*fp32", "offset_c": "*i64", "inner": "*fp32"}
         signature = {"y": dtype, "weights": dtype, **tables, **second, **sizes, "y_stride": "i32:16"}
         if cuts.blocks:
-            constants = _walk_constants(cuts, out, shares, capability >= 90)
+            constants = _walk_constants(cuts, out, shares, pdl)
             signature |= {"blocks": "i32", **dict.fromkeys(constants, "constexpr")}
             yield Specimen(expand_walk, signature, constants, cuts.expand_warps)
         else:
-            constants = _expand_constants(cuts, out, shares, capability >= 90)
+            constants = _expand_constants(cuts, out, shares, pdl, early)
             signature |= dict.fromkeys(constants, "constexpr")
             yield Specimen(_expand, signature, constants, cuts.expand_warps, cuts.expand_stages)

@@ -89,6 +89,17 @@ CONFIGS: Mapping[tuple[Kind, int], Config] = MappingProxyType(
 )
 """(kind, compute capability) → cuts; another card takes the newest row before it. `kind_of` has the rule for sizes."""
 
+BESIDE: Mapping[Kind, Config] = MappingProxyType(
+    {
+        "each": Config(1, 512, 4, 16, 4, 1, 1, 512, 16, 2, 1),
+        "group": Config(16, 256, 8, 16, 4, 1, 8, 128, 32, 4, 1),
+        "few": Config(16, 256, 8, 16, 4, 1, 8, 256, 32, 4, 2),
+        "wide": Config(16, 256, 8, 16, 4, 1, 16, 128, 32, 4, 3, blocks=4),
+    }
+)
+"""Kind → cuts of a LoRA whose kernels run, or wait, beside the product, from compute capability 9.0 on: within the
+16 Ki registers and 27 KiB of shared memory that its programs leave of a multiprocessor."""
+
 _ROWS = ((16, 256, 16, 64, 4, 2), (16, 512, 8, 16, 4, 2), (16, 64, 4, 16, 2, 4), (16, 128, 8, 16, 2, 1))
 _COLUMNS = ((8, 256, 32, 8, 1), (8, 256, 32, 4, 2), (8, 512, 16, 4, 1), (8, 128, 16, 4, 1), (16, 256, 16, 4, 1))
 _SHARES = ((32, 128, 4, 16, 4, 3), (32, 128, 8, 16, 4, 3), (64, 64, 4, 16, 4, 4), (64, 128, 8, 16, 4, 3))
@@ -154,19 +165,12 @@ def cuts_of(kind: Kind, capability: int) -> Config:
     return CONFIGS[kind, max((known for _, known in CONFIGS if known <= capability), default=80)]
 
 
-def config(
-    operation: Operation,
-    num_rows: int,
-    num_segments: int,
-    deterministic: bool,
-    device: torch.device,
-    columns: float = 1.0,
-) -> Config:
-    """The cuts for a call."""
+def config(kind: Kind, device: torch.device, *, beside: bool = False) -> Config:
+    """The cuts for a call of this kind; beside a product those of `BESIDE`."""
     override = _OVERRIDE.get()
-    if override is not None and not deterministic:
+    if override is not None and kind != "steady":
         return override
-    return cuts_of(kind_of(operation, num_rows, num_segments, deterministic, columns), capability_of(device, 80))
+    return BESIDE[kind] if beside else cuts_of(kind, capability_of(device, 80))
 
 
 def candidates(kind: Kind) -> Iterator[Config]:

@@ -171,6 +171,7 @@ class Decoder:
             rows.slot_G,
             *tables,
             out_features,
+            x_settled=True,  # y is a product of it
             deterministic=self._deterministic,
         )
 
