@@ -48,7 +48,7 @@ def few_kernel(
             absmax, word, ahead // depth // ROW_TILES, ahead % depth, ahead % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP,
             EACH,
         )  # fmt: skip
-    outer = nested(absmax_scale, first // depth // ROW_TILES, first % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP)
+    outer = nested(absmax_scale, 0.0, first // depth // ROW_TILES, first % depth, 0, OUT, IN, SPAN, WARPS, OUTS, DEEP)
     offset = first_offset(
         absmax_offset, first // depth // ROW_TILES, first % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP, OFFSETS
     )
@@ -72,7 +72,10 @@ def few_kernel(
         if HINT and TABLE:
             hinted = tl.minimum(step + HINT, last - 1)
             _send_for(code, hinted // depth // ROW_TILES, hinted % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP)
-        next_outer = nested(absmax_scale, ahead // depth // ROW_TILES, ahead % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP)
+        next_outer = nested(
+            absmax_scale, outer, ahead // depth // ROW_TILES, ahead % depth, ahead % depth, OUT, IN, SPAN, WARPS, OUTS,
+            DEEP,
+        )  # fmt: skip
         if X_AHEAD:
             next_inputs = _inputs(
                 x, x_stride, ahead // depth % ROW_TILES * ROWS, ahead % depth, num_rows, depth, ROWS, SPAN, WARPS, DEEP
@@ -217,11 +220,16 @@ def _outs(
 
 @triton.jit
 def nested(
-    absmax_scale, tile, part, OUT: tl.constexpr, IN: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr,
-    OUTS: tl.constexpr, DEEP: tl.constexpr,
+    absmax_scale, before, tile, part, turn, OUT: tl.constexpr, IN: tl.constexpr, SPAN: tl.constexpr,
+    WARPS: tl.constexpr, OUTS: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
-    """Scales of a step's scales."""
-    return tl.load(absmax_scale + _groups(tile, part, OUT, IN, SPAN, WARPS, OUTS, DEEP))
+    """Scales of a step's scales; those of the step `before` where an output has but one and `turn` isn't 0."""
+    at = absmax_scale + _groups(tile, part, OUT, IN, SPAN, WARPS, OUTS, DEEP)
+    if 16384 % IN == 0:
+        outer = tl.load(at, mask=turn + (tl.arange(0, WARPS * OUTS * 4) * 0) == 0, other=before)
+    else:
+        outer = tl.load(at)
+    return outer
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from peftkit_kernels.triton.nf4_decode import level, level_words
 
-TABLE_BYTES = (256 * 32 + 256) * 4
+TABLE_BYTES = (256 * 32 + 256 * 8) * 4
 
 
 @triton.jit
@@ -118,28 +118,32 @@ def _fill_asm(dtype: torch.dtype) -> str:
 
 def _fill_scales_asm() -> str:
     lines = [
-        ".shared .align 16 .b32 nf4_scales[256];",
+        ".shared .align 128 .b32 nf4_scales[2048];",
         ".reg .b32 entry, threads, at, value;",
         ".reg .b64 source;",
         ".reg .pred filled;",
         "mov.u32 threads, %ntid.x;",
         "mov.u32 entry, %tid.x;",
         "mov.u32 at, nf4_scales;",
-        "mad.lo.u32 at, entry, 4, at;",
+        "mad.lo.u32 at, entry, 32, at;",
         "mad.wide.u32 source, entry, 4, $3;",
         "SCALES:",  # a program may have more threads than entries
         "setp.ge.u32 filled, entry, 256;",
         "@filled bra FILLED;",
         "ld.global.b32 value, [source];",
-        "st.shared.b32 [at], value;",
-        "mad.lo.u32 at, threads, 4, at;",
+        "st.shared.v4.b32 [at], {value, value, value, value};",
+        "st.shared.v4.b32 [at+16], {value, value, value, value};",
+        "mad.lo.u32 at, threads, 32, at;",
         "mad.wide.u32 source, threads, 4, source;",
         "add.u32 entry, entry, threads;",
         "bra SCALES;",
         "FILLED:",
         "bar.sync 0;",
         "mov.u32 $0, $2;",
+        "mov.u32 value, %laneid;",
+        "and.b32 value, value, 28;",  # the lanes of an output have a bank of their own
         "mov.u32 $1, nf4_scales;",
+        "add.u32 $1, $1, value;",
     ]
     return "{ " + " ".join(lines) + " }"
 
@@ -156,4 +160,4 @@ _FILL_FP16 = tl.constexpr(_fill_asm(torch.float16))
 _FILL_BF16 = tl.constexpr(_fill_asm(torch.bfloat16))
 _LOOK_UP_REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r")
 _LOOK_UP = tl.constexpr(_look_up_asm())
-_SCALE = tl.constexpr("{ .reg .b32 at; mad.lo.u32 at, $1, 4, $2; ld.shared.f32 $0, [at]; }")
+_SCALE = tl.constexpr("{ .reg .b32 at; mad.lo.u32 at, $1, 32, $2; ld.shared.f32 $0, [at]; }")

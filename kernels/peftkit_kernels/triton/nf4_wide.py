@@ -50,7 +50,7 @@ def wide_kernel(
         weights = tl.reshape(weights, (WARPS, 16, 2, 4, 2, 2, 2))  # …, word, lane, i, q in two bits
         weights = tl.reshape(tl.permute(weights, (0, 1, 2, 6, 5, 3, 4)), (WARPS * 16, 64))
         product = tl.dot(weights, inputs, input_precision="ieee")
-        outer = nested(absmax_scale, tile // ROW_TILES, part, OUT, IN, 1, WARPS, 16, 1)
+        outer = nested(absmax_scale, 0.0, tile // ROW_TILES, part, 0, OUT, IN, 1, WARPS, 16, 1)
         offset = next_offset(absmax_offset, offset, tile // ROW_TILES, part, OUT, IN, 1, WARPS, 16, 1, OFFSETS)
         scale = factor(outer, byte, offset, 0, absmax_code, ROWS, 1, WARPS, 16, False)
         total += product * tl.reshape(scale, (WARPS * 16, ROWS))
