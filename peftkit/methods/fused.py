@@ -166,6 +166,8 @@ class _Linears:
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
+        # with the module, not in a table of all layers: they hold weights, which hold their layer where they are NF4
+        self._frozen: dict[str, Projection] = {}
         self._known: dict[tuple[str, ...], tuple[int, torch.dtype, _Block]] = {}
 
     def of(self, module: Any, names: tuple[str, ...], x: Tensor) -> _Block:
@@ -175,13 +177,21 @@ class _Linears:
         if known is not None and known[0] == self._copies.round and known[1] == x.dtype:
             return known[2]
         layers = [getattr(module, name) for name in names]
-        projections = [_projection(layer, x) for layer in layers]
+        projections = [self._projection(name, layer, x) for name, layer in zip(names, layers, strict=True)]
         whole = [one for one in projections if one is not None]
         is_owned = len(whole) == len(layers) and not any([one.is_dora for one in whole])
         block = _Block(layers, projections, whole if len(whole) == len(layers) else None, is_owned)
         if held:
             self._known[names] = self._copies.round, x.dtype, block
         return block
+
+    def _projection(self, name: str, layer: nn.Module, x: Tensor) -> Projection | None:
+        if isinstance(layer, LoraLinear):
+            return layer.projection() if not has_hooks(layer) and fits(layer.base_layer, x) else None
+        if not isinstance(layer, nn.Linear) or not fits(layer, x):
+            return None
+        known = self._frozen[name] = frozen_projection(layer, self._frozen.get(name))
+        return known
 
 
 def _layer(
@@ -309,12 +319,6 @@ _FORWARDS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {"DecoderLayer": _layer, "Attention": _attention, "MLP": _feed_forward, "RMSNorm": _norm}
 )
 """End of a class's name → the forward in the place of its own."""
-
-
-def _projection(layer: nn.Module, x: Tensor) -> Projection | None:
-    if isinstance(layer, LoraLinear):
-        return layer.projection() if not has_hooks(layer) and fits(layer.base_layer, x) else None
-    return frozen_projection(layer) if isinstance(layer, nn.Linear) and fits(layer, x) else None
 
 
 def _why_not(layer: nn.Module, dtype: torch.dtype) -> str | None:

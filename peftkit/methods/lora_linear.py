@@ -24,7 +24,6 @@ N rows, I inputs, O outputs, R rank, S the sum of the ranks.
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -39,15 +38,12 @@ _FEWEST_ROWS = 256
 
 _HALVES = (torch.bfloat16, torch.float16)
 
-_FROZEN: WeakKeyDictionary[nn.Linear, Projection] = WeakKeyDictionary()
 
-
-def frozen_projection(layer: nn.Linear) -> Projection:
-    """A layer without an update as a member of a group; the same one as long as it has the same weight and bias."""
-    known = _FROZEN.get(layer)
-    if known is None or known.weight is not layer.weight or known.bias_O is not layer.bias:
-        known = _FROZEN[layer] = Projection(layer.weight, layer.bias)
-    return known
+def frozen_projection(layer: nn.Linear, known: Projection | None) -> Projection:
+    """A layer without an update as a member of a group: what was `known` as long as weight and bias are the same."""
+    if known is not None and known.weight is layer.weight and known.bias_O is layer.bias:
+        return known
+    return Projection(layer.weight, layer.bias)
 
 
 def fits(layer: nn.Module, x: Tensor) -> bool:

@@ -1,6 +1,8 @@
 """The fused forwards against the modules' own: outputs, gradients, training, and what is left to the modules."""
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -408,6 +410,42 @@ def test_a_run_loses_the_same_through_it(
         losses.append(summary.train_loss)
         assert summary.fast_share == (1.0 if name == "fused" else 0.0)
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["lora", "bottleneck", "prefix"])
+@pytest.mark.parametrize("quant", ["nf4", "none"])
+def test_a_base_goes_with_its_run(
+    make_recipe: Callable[..., Recipe], quant: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights: list[weakref.ref[Tensor]] = []
+    packing = prepare._packing
+
+    def fused(model: PreTrainedModel, *rest: Any) -> bool:  # on a CPU it isn't by itself
+        weights.extend(weakref.ref(weight) for weight in model.parameters())
+        fuse(model)
+        return packing(model, *rest)
+
+    monkeypatch.setattr(prepare, "_packing", fused)
+    method = {"kind": "lora", "targets": ["v_proj"]} if kind == "lora" else {"kind": kind}
+    recipe = make_recipe(quant={"kind": quant}, train={"max_steps": 2}).model_dump()
+    assert train(Recipe.model_validate({**recipe, "method": method})).fast_share == 1.0
+    gc.collect()
+    assert weights and not any(weight() is not None for weight in weights)
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+def test_an_adapter_goes_when_it_is_detached(seed: int, quantised: bool) -> None:
+    model, batch = a_model("llama", LoraConfig(r=4, alpha=8, targets=["v_proj", "up_proj"]), seed), a_batch(seed)
+    if quantised:
+        for layer in model.base_model.layers:
+            layer.self_attn.q_proj = nf4(layer.self_attn.q_proj).requires_grad_(False)
+    adapter = [weakref.ref(parameter) for parameter in model.parameters() if parameter.requires_grad]
+    fuse(model)
+    with holding(model):
+        loss_and_gradients(model, batch)
+    detach(model)
+    gc.collect()
+    assert len(adapter) == 8 and not any(parameter() is not None for parameter in adapter)
 
 
 def test_adapters_in_turn_on_one_base_each_have_their_own(seed: int) -> None:

@@ -1,6 +1,7 @@
 """The fused forwards on a GPU: NF4 at real sizes beside bitsandbytes' own path, training, and what a step takes."""
 
 import copy
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -240,3 +241,20 @@ def test_held_copies_give_the_same_losses_and_a_rehearsal_knows_of_them(seed: in
     assert rehearse(model, shape, packed=False).total > 0
     with holding(model):
         assert all(error(one, other) < 1e-2 for one, other in zip(step(), wanted, strict=True))
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+def test_a_bases_memory_comes_back(seed: int, quantised: bool) -> None:
+    ids = torch.randint(4096, (2, 256), device="cuda")
+
+    def left_over() -> int:
+        model = a_model(seed, quantised=quantised, targets=["v_proj"])
+        fuse(model)
+        with holding(model):
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        del model
+        gc.collect()
+        return torch.cuda.memory_allocated()
+
+    first = left_over()  # workspaces, which stay
+    assert left_over() - first < 2**20

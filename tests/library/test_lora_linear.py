@@ -256,12 +256,16 @@ def test_what_is_known_of_a_group_follows_its_layers(seed: int, kind: str) -> No
     layers = [adapted(frozen(8, 6, bias=True), 2, dropout=0.5, **KINDS[kind]).eval(), frozen(8, 4, bias=True)]
     layers.append(adapted(frozen(8, 5), 3, **KINDS[kind]))
     first, second, third = layers
-    x = torch.randn(4, 8, requires_grad=True)
+    x, plain = torch.randn(4, 8, requires_grad=True), dict[nn.Linear, Projection]()
+
+    def member(layer: LoraLinear | nn.Linear) -> Projection:
+        if isinstance(layer, LoraLinear):
+            return layer.projection()
+        known = plain[layer] = frozen_projection(layer, plain.get(layer))
+        return known
 
     def check(train: bool = False) -> None:
-        members = [
-            layer.projection() if isinstance(layer, LoraLinear) else frozen_projection(layer) for layer in layers
-        ]
+        members = [member(layer) for layer in layers]
         found, expected = project(x, members), [layer(x) for layer in layers]
         if train:  # with other numbers
             assert not torch.equal(found[0], project(x, members)[0])
@@ -270,8 +274,8 @@ def test_what_is_known_of_a_group_follows_its_layers(seed: int, kind: str) -> No
         assert_near(gradients(found, x, layers, seed), gradients(expected, x, layers, seed), 1e-5)
 
     check()
-    kept = first.projection()
-    assert first.projection() is kept and frozen_projection(second) is frozen_projection(second)
+    kept = [member(layer) for layer in layers]
+    assert all(member(layer) is known for layer, known in zip(layers, kept, strict=True))
     changes: list[Callable[[], Any]] = [
         lambda: first.lora_A.data.mul_(2.0),  # as fused optimisers do, unseen by autograd
         lambda: first.assign({name: torch.randn_like(one) for name, one in first.tensors().items()}),
