@@ -156,12 +156,12 @@ def measure(cases: Sequence[Case], settings: Settings, rate_tflops: float) -> It
             continue
         if bench is None or bench.base != (case.shape, case.quant):
             bench = None  # a base goes before the next one is made
-            _free()
+            let_go()
             bench = Bench(case.shape, case.quant, settings)
         yield bench.line(case, rate_tflops)
-        _free()
+        let_go()
     bench = None
-    _free()  # for the peers, which are processes of their own
+    let_go()  # for the peers, which are processes of their own
 
 
 class Bench:
@@ -330,7 +330,8 @@ def _synchronise(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def _free() -> None:
+def let_go() -> None:
+    """Gives back what is held by nothing but itself, and a GPU's memory that is free."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,7 +1,9 @@
 """The longest sequence that trains in the memory of usual cards, by the estimate of `peftkit train`, and one of them
 tried.
 
-    bytes(T) = a + b T        at each level of recomputation, from rehearsals of two lengths with a few layers
+    bytes(T) = a + b T                             at each level of recomputation, from rehearsals of two lengths with
+                                                   a few layers
+    bytes(T) ≤ (card − driver) · (1 − gaps)        the longest is the largest such T
 """
 
 import time
@@ -16,12 +18,14 @@ from peftkit.train.loop import Trainer
 from peftkit.train.memory import estimate_memory
 from peftkit.train.prepare import Prepared
 from peftkit.train.recompute import Recompute, decoder_layers, set_recompute
-from peftkit_bench.train import Bench, Case, Settings
+from peftkit_bench.train import Bench, Case, Settings, let_go
 
 CARDS_GB = (24, 48, 80, 141)
 _LEVELS = (Recompute(), Recompute("selective"), Recompute("full"), Recompute("offload"))
-_FILLED = 0.95
-"""Share of a card's memory that a process can fill: the rest is the driver's, and gaps between blocks."""
+_DRIVER_BYTES = 0.9e9
+"""What the driver keeps for a process, kernels' code among it: 0.89 GB on an H200, and taken for any card's."""
+_GAPS = 0.04
+"""Share of the rest that is allowed for what torch's allocator can't give: free pieces between blocks in use."""
 _LENGTHS = (4096, 8192)
 _WHOLE = 256
 """Lengths are multiples of it."""
@@ -30,13 +34,14 @@ _TRIED = ("full", CARDS_GB[0])
 
 def longest(settings: Settings, shape: str = "8b", lengths: tuple[int, int] = _LENGTHS) -> Iterator[dict[str, Any]]:
     """A line for each level, of LoRA over NF4 with one sequence a step; on a GPU one length is tried."""
+    let_go()
     bench = Bench(shape, "nf4", settings)
     prepared = bench.prepared(Case(shape, "nf4", "lora", 1, lengths[0], "none"))
     for recompute in _LEVELS:
         short, long = (_needed(prepared, recompute, length) for length in lengths)
         a_token = (long - short) / (lengths[1] - lengths[0])
         start = short - a_token * lengths[0]
-        found = {gb: max(int((_FILLED * gb * 1e9 - start) / a_token) // _WHOLE * _WHOLE, 0) for gb in CARDS_GB}
+        found = {gb: max(int((_room(gb) - start) / a_token) // _WHOLE * _WHOLE, 0) for gb in CARDS_GB}
         line: dict[str, Any] = {
             "case": "longest",
             "name": f"{shape} nf4 lora {recompute.level}",
@@ -49,6 +54,11 @@ def longest(settings: Settings, shape: str = "8b", lengths: tuple[int, int] = _L
             line["tried"] = _tried(bench, Case(shape, "nf4", "lora", 1, found[_TRIED[1]], recompute.level), _TRIED[1])
             prepared = bench.prepared(Case(shape, "nf4", "lora", 1, lengths[0], "none"))
         yield line
+
+
+def _room(gb: int) -> float:
+    """Bytes of a card that weights and a step may take."""
+    return (gb * 1e9 - _DRIVER_BYTES) * (1 - _GAPS)
 
 
 def _needed(prepared: Prepared, recompute: Recompute, length: int) -> float:
@@ -67,10 +77,12 @@ def _needed(prepared: Prepared, recompute: Recompute, length: int) -> float:
 def _tried(bench: Bench, case: Case, gb: int) -> dict[str, Any]:
     """Two steps in so much memory, of which the driver has its part."""
     trainer = Trainer(bench.prepared(case), bench.nowhere, {})
-    torch.cuda.empty_cache()
+    let_go()
     torch.cuda.reset_peak_memory_stats()
     free, total = torch.cuda.mem_get_info()
     driver = total - free - torch.cuda.memory_reserved()
+    line: dict[str, Any] = {"gb": gb, "tokens": case.length, "driver_bytes": driver}
+    line["held_bytes"] = torch.cuda.memory_allocated()
     torch.cuda.set_per_process_memory_fraction((gb * 1e9 - driver) / total)
     try:
         trainer._step()
@@ -78,14 +90,14 @@ def _tried(bench: Bench, case: Case, gb: int) -> dict[str, Any]:
         begun = time.perf_counter()
         trainer._step()
         torch.cuda.synchronize()
-        seconds = time.perf_counter() - begun
+        line["step_s"] = round(time.perf_counter() - begun, 2)
     except torch.OutOfMemoryError as error:
-        return {"gb": gb, "tokens": case.length, "error": str(error)[:200]}
+        line["error"] = str(error)[:400]
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
         detach(trainer._model)
-    peak = {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
-    return {"gb": gb, "tokens": case.length, "step_s": round(seconds, 2), **peak}
+    line |= {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
+    return line
 
 
 HEADERS = ("longest sequence", *(f"{gb} GB" for gb in CARDS_GB), "bytes a token", "tried")

@@ -83,6 +83,11 @@ def test_longer_sequences_fit_the_more_is_computed_again() -> None:
     for lengths in tokens.values():
         assert list(lengths.values()) == sorted(lengths.values()) and lengths[24] > 0
     assert tokens["none"][24] < tokens["selective"][24] < tokens["full"][24] == tokens["offload"][24]
+    for line in lines:
+        for gb, length in line["tokens"].items():
+            room = 0.96 * (gb - 0.9) * 1e9  # without the driver's part and the allocator's gaps
+            free = room - line["bytes"] - line["bytes_a_token"] * length
+            assert -1e-5 * room <= free < 257 * line["bytes_a_token"]
     assert len(train_longest.rows(lines)) == 4
 
 
