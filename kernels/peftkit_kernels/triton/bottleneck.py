@@ -1,13 +1,16 @@
-"""Grouped bottleneck adapters: the product with `down` over shares of the features, then φ and `up` onto y.
+"""Grouped bottleneck adapters: the product with `down`, then φ and `up` onto y.
 
 Bound by memory: both matrices of the distinct adapters at few rows, y at many. y is read by `_down` and written by
 `_up`, which waits for all of `_down`; a row's mean and variance are taken by each program of `_down` that needs them.
+Where each row is a tile of its own, a program of `_down_rows` has whole rows of `down`, so that sums of a row are
+complete; otherwise one of `_down` has a share of the features of a tile.
 """
 # pyright: reportCallIssue=false, reportMissingParameterType=false, reportOperatorIssue=false
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import get_args
 
 import torch
@@ -18,6 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from peftkit_kernels.segments import max_width
 from peftkit_kernels.triton.compile import Specimen
+from peftkit_kernels.triton.dependent import begins_early, launch_options, wait_turn
 from peftkit_kernels.triton.device import capability_of
 from peftkit_kernels.triton.segmented import (
     CONFIGS,
@@ -35,7 +39,28 @@ from peftkit_kernels.triton.segmented import (
 )
 from peftkit_kernels.triton.segmented import config as _config
 
-__all__ = ["CONFIGS", "candidates", "grouped_bottleneck", "override", "specimens"]
+__all__ = ["CONFIGS", "ROWS", "Rows", "candidates", "grouped_bottleneck", "override", "specimens"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """How `down` is cut for tiles of one row."""
+
+    outs: int
+    """Rows of the matrix that a program has at a time: 1, 2, 4, 8 or 16."""
+    block_k: int
+    """Features of a step."""
+    num_warps: int
+    num_stages: int
+
+    @property
+    def programs(self) -> int:
+        """Of a row: a width of 64 is dealt out at once."""
+        return 64 // self.outs
+
+
+ROWS: Mapping[int, Rows] = MappingProxyType({4: Rows(2, 4096, 4, 1), 32: Rows(8, 2048, 8, 3), 256: Rows(2, 4096, 4, 1)})
+"""Most rows → cuts."""
 
 
 def grouped_bottleneck(
@@ -60,21 +85,29 @@ def grouped_bottleneck(
     tables = (offset_S, width_S, scale_S, form_S3)
     assert all(table.is_contiguous() for table in tables), "tables are contiguous"
     cuts = _narrow(_config(kind_of("bottleneck", num_rows, num_segments, deterministic), y_TH.device))
-    _, shares = cuts.steps(hidden)
+    shares = 1 if cuts.shrink_rows == 1 else cuts.steps(hidden)[1]
     room = max_width(hidden)
     inner = torch.empty((shares, num_rows, room), dtype=torch.float32, device=y_TH.device)
     rows = (row_X, segment_start_G1, segment_slot_G)
     pdl = capability_of(y_TH.device, 80) >= 90
-    launch = {"launch_pdl": True} if pdl else {}
+    early = begins_early(y_TH.device, max(num_rows, y_TH.shape[0])) and not deterministic
     sizes = (num_rows, num_segments, hidden, room)
-    _down[(tiles_of(num_rows, num_segments, cuts.shrink_rows), shares)](
-        y_TH, residual_TH, weights, *rows, offset_S, width_S, form_S3, inner, *sizes, y_TH.stride(0),
-        residual_TH.stride(0), **_down_constants(cuts, hidden, pdl),
-        num_warps=cuts.shrink_warps, num_stages=cuts.shrink_stages,
-    )  # fmt: skip
+    given = (y_TH, residual_TH, weights, *rows, offset_S, width_S, form_S3, inner, *sizes, y_TH.stride(0))
+    # early or not at all: `_up` reads y before it waits for this launch, and then what wrote y must have ended
+    if cuts.shrink_rows == 1:
+        down = next(down for most, down in ROWS.items() if num_rows <= most)
+        _down_rows[(num_rows, down.programs)](
+            *given, residual_TH.stride(0), **_rows_constants(down, pdl, early), num_warps=down.num_warps,
+            **launch_options(early),
+        )  # fmt: skip
+    else:
+        _down[(tiles_of(num_rows, num_segments, cuts.shrink_rows), shares)](
+            *given, residual_TH.stride(0), **_down_constants(cuts, hidden, pdl, early), num_warps=cuts.shrink_warps,
+            num_stages=cuts.shrink_stages, **launch_options(early),
+        )  # fmt: skip
     _up[(tiles_of(num_rows, num_segments, cuts.expand_rows), triton.cdiv(hidden, cuts.block_n))](
-        y_TH, weights, *rows, *tables, inner, *sizes, y_TH.stride(0), **_up_constants(cuts, shares, pdl),
-        num_warps=cuts.expand_warps, num_stages=cuts.expand_stages, **launch,
+        y_TH, weights, *rows, *tables, inner, *sizes, y_TH.stride(0), **_up_constants(cuts, shares, pdl, early),
+        num_warps=cuts.expand_warps, num_stages=cuts.expand_stages, **launch_options(pdl),
     )  # fmt: skip
     return y_TH
 
@@ -83,10 +116,12 @@ def grouped_bottleneck(
 def _down(
     y, residual, weights, row, start, slot, offset, width, form, inner, num_rows, num_segments, hidden, room, y_stride,
     residual_stride, STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One share of the features of one tile: inner (SHARES, X, room)."""
-    if PDL:
+    if EARLY:
+        wait_turn()
+    elif PDL:
         gdc_launch_dependents()
     s, first, count = locate(start, slot, tl.program_id(0), num_rows, num_segments, BLOCK_M)
     m = tl.arange(0, BLOCK_M)
@@ -116,6 +151,68 @@ def _down(
             y, residual, weights + at, into, live, live_y, live_residual, mean, inverse, normed, b, k0, hidden,
             STEPS * BLOCK_K // 16, BLOCK_M, 16, 16,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_segments"])
+def _down_rows(
+    y, residual, weights, row, start, slot, offset, width, form, inner, num_rows, num_segments, hidden, room, y_stride,
+    residual_stride, OUTS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """For one row the products with OUTS rows of `down`, and with every so many-th OUTS behind: inner (1, X, room)."""
+    if EARLY:
+        wait_turn()
+    elif PDL:
+        gdc_launch_dependents()
+    s, first, count = locate(start, slot, tl.program_id(0), num_rows, num_segments, 1)
+    x_row = tl.load(row + first)
+    b, at = tl.load(width + s), tl.load(offset + s)
+    source, normed = tl.load(form + 3 * s), tl.load(form + 3 * s + 2)
+    if (count <= 0) | (b == 0):  # behind the loads, so that none waits for another
+        return
+    one = tl.zeros((1, 1), tl.int32)
+    y_row, residual_row = y + x_row * y_stride + one, residual + x_row * residual_stride + one
+    live_y, live_residual = one + source != 2, one + source != 0
+    mean, inverse = tl.zeros((1,), tl.float32), tl.full((1,), 1.0, tl.float32)
+    if normed != 0:
+        mean, inverse = _moments(y_row, residual_row, live_y, live_residual, hidden, 1, min(BLOCK_K, 512))
+    into = inner + first.to(tl.int64) * room
+    blocks = tl.cdiv(b, 16) * (16 // OUTS)  # zeros up to a multiple of 16, which `_up` reads
+    for block in range(tl.program_id(1), blocks, tl.num_programs(1)):
+        if at % 8 == 0:
+            _sums(
+                y_row, residual_row, weights + at // 8 * 8, into, live_y, live_residual, mean, inverse, normed, b,
+                block * OUTS, hidden, OUTS, BLOCK_K, STAGES,
+            )  # fmt: skip
+        else:
+            _sums(
+                y_row, residual_row, weights + at, into, live_y, live_residual, mean, inverse, normed, b,
+                block * OUTS, hidden, OUTS, min(BLOCK_K, 256), 1,
+            )  # fmt: skip
+
+
+@triton.jit
+def _sums(
+    y, residual, weights, into, live_y, live_residual, mean, inverse, normed, width, r0, hidden, OUTS: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A thread keeps a sum for its eight features of each step; they are added up at the end."""
+    k, r = tl.arange(0, BLOCK_K), r0 + tl.arange(0, OUTS)
+    norm = weights + (2 * width.to(tl.int64) + 1) * hidden
+    down = weights + r.to(tl.int64)[:, None] * hidden
+    acc = tl.zeros((OUTS, BLOCK_K // 8), tl.float32)
+    for i in tl.range(0, tl.cdiv(hidden, BLOCK_K), num_stages=STAGES):
+        kk = i * BLOCK_K + k
+        inside = kk < hidden
+        down_RK = tl.load(down + kk[None, :], mask=(r < width)[:, None] & inside[None, :], other=0.0)
+        x_1K = _input(y, residual, live_y, live_residual, kk, inside)
+        if normed != 0:
+            gain = tl.load(norm + kk, mask=inside, other=1.0).to(tl.float32)
+            shift = tl.load(norm + hidden + kk, mask=inside, other=0.0).to(tl.float32)
+            x_1K = (x_1K - mean[:, None]) * inverse[:, None] * gain[None, :] + shift[None, :]
+        terms = down_RK.to(tl.float32) * x_1K.to(down_RK.dtype).to(tl.float32)
+        acc += tl.sum(tl.reshape(terms, (OUTS, BLOCK_K // 8, 8)), axis=2)
+    tl.store(into + r, tl.sum(acc, axis=1))
 
 
 @triton.jit
@@ -170,7 +267,7 @@ def _moments(y, residual, live_y, live_residual, hidden, BLOCK_M: tl.constexpr, 
 def _up(
     y, weights, row, start, slot, offset, width, scale, form, inner, num_rows, num_segments, hidden, room, y_stride,
     SHARES: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N columns of one tile. What doesn't come from `_down` is loaded before the wait."""
     s, first, count = locate(start, slot, tl.program_id(0), num_rows, num_segments, BLOCK_M)
@@ -190,13 +287,13 @@ def _up(
     if at % 8 == 0:
         _update(
             y, weights + at // 8 * 8, down_bias, inner, count, b, n0, hidden, weight, function, room,
-            share_stride, SHARES, PADDED, BLOCK_M, BLOCK_N, BLOCK_R, PDL,
+            share_stride, SHARES, PADDED, BLOCK_M, BLOCK_N, BLOCK_R, PDL, EARLY,
         )  # fmt: skip
     else:
         for c in range(0, BLOCK_N // 16):
             _update(
                 y, weights + at, down_bias, inner, count, b, n0 + c * 16, hidden, weight, function, room,
-                share_stride, SHARES, PADDED, BLOCK_M, 16, 16, PDL,
+                share_stride, SHARES, PADDED, BLOCK_M, 16, 16, PDL, EARLY,
             )  # fmt: skip
 
 
@@ -204,7 +301,7 @@ def _up(
 def _update(
     y, weights, down_bias, inner, count, width, n0, hidden, scale, function, room, share_stride,
     SHARES: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     r, n = tl.arange(0, BLOCK_R), n0 + tl.arange(0, BLOCK_N)
     inside = n < hidden
@@ -215,6 +312,8 @@ def _update(
     bias = tl.load(up + width.to(tl.int64) * hidden + n, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
+    if EARLY:
+        gdc_launch_dependents()
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for r0 in range(0, width, BLOCK_R):
         h_RM = add_shares(inner, count, width, r0, room, share_stride, SHARES, PADDED, BLOCK_M, BLOCK_R)
@@ -249,31 +348,44 @@ def _activated(x, function):
 
 def _narrow(cuts: Config) -> Config:
     """Cuts of `_down`, whose input goes through registers."""
-    return replace(cuts, block_k=min(cuts.block_k, 256 if cuts.shrink_rows > 1 else 512))
+    return replace(cuts, block_k=min(cuts.block_k, 256))
 
 
-def _down_constants(cuts: Config, hidden: int, pdl: bool) -> dict[str, int | bool]:
+def _rows_constants(down: Rows, pdl: bool, early: bool) -> dict[str, int | bool]:
+    blocks = {"OUTS": down.outs, "BLOCK_K": down.block_k, "STAGES": down.num_stages}
+    return {**blocks, "PDL": pdl, "EARLY": early}
+
+
+def _down_constants(cuts: Config, hidden: int, pdl: bool, early: bool) -> dict[str, int | bool]:
     blocks = {"BLOCK_M": cuts.shrink_rows, "BLOCK_K": cuts.block_k, "BLOCK_R": cuts.shrink_ranks}
-    return {"STEPS": cuts.steps(hidden)[0], **blocks, "PDL": pdl}
+    return {"STEPS": cuts.steps(hidden)[0], **blocks, "PDL": pdl, "EARLY": early}
 
 
-def _up_constants(cuts: Config, shares: int, pdl: bool) -> dict[str, int | bool]:
+def _up_constants(cuts: Config, shares: int, pdl: bool, early: bool) -> dict[str, int | bool]:
     blocks = {"BLOCK_M": cuts.expand_rows, "BLOCK_N": cuts.block_n, "BLOCK_R": cuts.expand_ranks}
-    return {"SHARES": shares, "PADDED": triton.next_power_of_2(shares), **blocks, "PDL": pdl}
+    return {"SHARES": shares, "PADDED": triton.next_power_of_2(shares), **blocks, "PDL": pdl, "EARLY": early}
 
 
 def specimens(capability: int) -> Iterator[Specimen]:
-    """Hidden size 4096 in every kind of call."""
+    """Hidden size 4096 in every kind of call, early where few rows are."""
     kinds: tuple[Kind, ...] = get_args(Kind)
     tables = {"row": "*i64", "start": "*i32", "slot": "*i32", "offset": "*i64", "width": "*i32"}
     sizes = {"num_rows": "i32", "num_segments": "i32", "hidden": "i32:16", "room": "i32:16", "y_stride": "i32:16"}
+    pdl = capability >= 90
     for dtype, kind in (*(("*bf16", kind) for kind in kinds), ("*fp16", "few")):
-        cuts = _narrow(cuts_of(kind, capability))
-        constants = _down_constants(cuts, 4096, capability >= 90)
-        signature = {"y": dtype, "residual": dtype, "weights": dtype, **tables, "form": "*i32", "inner": "*fp32"}
-        signature |= {**sizes, "residual_stride": "i32:16", **dict.fromkeys(constants, "constexpr")}
-        yield Specimen(_down, signature, constants, cuts.shrink_warps, cuts.shrink_stages)
-        constants = _up_constants(cuts, cuts.steps(4096)[1], capability >= 90)
+        cuts, early = _narrow(cuts_of(kind, capability)), pdl and kind in ("one", "each", "group", "few")
+        first = {"y": dtype, "residual": dtype, "weights": dtype, **tables, "form": "*i32", "inner": "*fp32"}
+        first |= {**sizes, "residual_stride": "i32:16"}
+        if cuts.shrink_rows > 1:
+            constants = _down_constants(cuts, 4096, pdl, early)
+            signature = first | dict.fromkeys(constants, "constexpr")
+            yield Specimen(_down, signature, constants, cuts.shrink_warps, cuts.shrink_stages)
+        else:
+            for down in (ROWS[4],) if kind == "one" else (ROWS[32], ROWS[256]):
+                constants = _rows_constants(down, pdl, early)
+                yield Specimen(_down_rows, first | dict.fromkeys(constants, "constexpr"), constants, down.num_warps)
+        shares = 1 if cuts.shrink_rows == 1 else cuts.steps(4096)[1]
+        constants = _up_constants(cuts, shares, pdl, early)
         signature = {"y": dtype, "weights": dtype, **tables, "scale": "*fp32", "form": "*i32", "inner": "*fp32"}
         signature |= {**sizes, **dict.fromkeys(constants, "constexpr")}
         yield Specimen(_up, signature, constants, cuts.expand_warps, cuts.expand_stages)
