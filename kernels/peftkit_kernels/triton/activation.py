@@ -8,7 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peftkit_kernels.triton.again import Again
 from peftkit_kernels.triton.compile import Specimen
+from peftkit_kernels.triton.counts import cdiv
 from peftkit_kernels.triton.dependent import begins_early, launch_options, wait_turn
 
 _BLOCK = 1024  # columns a program, 8 a thread: one 16-byte load of each half
@@ -29,10 +31,10 @@ def _gate(x_TO: Tensor, gelu: bool) -> Tensor:
     num_rows, width = x_TO.shape[0], x_TO.shape[1] // 2
     y_TF = torch.empty(num_rows, width, dtype=x_TO.dtype, device=x_TO.device)
     if y_TF.numel():
-        grid = (num_rows, triton.cdiv(width, _BLOCK))
+        grid = (num_rows, cdiv(width, _BLOCK))
         dependent = begins_early(x_TO.device, num_rows)
-        constants = {"WIDTH": width, "BLOCK": _BLOCK, "GELU": gelu, "DEPENDENT": dependent}
-        _gated[grid](x_TO, y_TF, x_TO.stride(0), **constants, num_warps=4, **launch_options(dependent))
+        constants = (width, _BLOCK, gelu, dependent)
+        _launch(grid, (x_TO, y_TF), (), (x_TO.stride(0),), constants, 4, **launch_options(dependent))
     return y_TF
 
 
@@ -53,6 +55,9 @@ def _gated(
     else:
         inner = gate
     tl.store(y + row * WIDTH + column, (gate / (1.0 + tl.exp(-inner)) * up).to(y.dtype.element_ty), mask=mask)
+
+
+_launch = Again(_gated)
 
 
 def specimens(capability: int) -> Iterator[Specimen]:

@@ -8,7 +8,7 @@ The choice follows from shapes alone, so that a CUDA graph holds for whatever le
 """
 # pyright: reportCallIssue=false
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -17,13 +17,14 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
-import triton
 from torch import Tensor
 
+from peftkit_kernels.triton.again import Again
 from peftkit_kernels.triton.attention_decode import decode_kernel
 from peftkit_kernels.triton.attention_prefill import prefill_kernel
 from peftkit_kernels.triton.attention_steady import steady_kernel
 from peftkit_kernels.triton.compile import Specimen
+from peftkit_kernels.triton.counts import cdiv, next_power_of_2
 from peftkit_kernels.triton.dependent import begins_early, launch_options
 from peftkit_kernels.triton.device import capability_of, counters_of, multiprocessors_of
 
@@ -157,14 +158,9 @@ class _Batch:
     def tensors(self) -> tuple[Tensor, ...]:
         return self.q, self.kv, self.page, self.cu_seqlens, self.context, self.num_virtual, self.out
 
-    @property
-    def numbers(self) -> dict[str, float]:
-        return {
-            "num_requests": self.page.shape[0],
-            "table_stride": self.page.stride(0),
-            "scale": self.scale * LOG2_E,
-            "window": self.window or 0,
-        }
+    def numbers(self, *others: int, first: Sequence[int] = ()) -> tuple[float, ...]:
+        """In the kernels' order; `first` and `others` stand before and behind the block table's stride."""
+        return self.page.shape[0], *first, self.page.stride(0), *others, self.scale * LOG2_E, self.window or 0
 
     @property
     def num_kv(self) -> int:
@@ -185,13 +181,13 @@ class _Batch:
 
     def num_shares(self, rows: int, config: Config) -> int:
         """Programs for each row and KV head: enough for the card, none for fewer than `share` positions."""
-        wanted = triton.cdiv(multiprocessors_of(self.q.device) * config.per_sm, rows * self.num_kv)
-        return max(1, min(max(wanted, config.shares), triton.cdiv(self.page.shape[1] * self.kv.shape[1], config.share)))
+        wanted = cdiv(multiprocessors_of(self.q.device) * config.per_sm, rows * self.num_kv)
+        return max(1, min(max(wanted, config.shares), cdiv(self.page.shape[1] * self.kv.shape[1], config.share)))
 
     def partial(self, rows: int, parts: int) -> tuple[Tensor, Tensor, Tensor]:
         """Weighted sums, maxima and sums of weights of each row's parts, and the counters of finished shares."""
         lines = rows * self.num_kv * parts * self.group
-        block_d = triton.next_power_of_2(self.q.shape[2])
+        block_d = next_power_of_2(self.q.shape[2])
         part, stat = (self.q.new_empty(lines * width, dtype=torch.float32) for width in (block_d, 2))
         return part, stat, counters_of("paged_attention", _COUNTERS, self.q.device)
 
@@ -202,15 +198,14 @@ def _decode(batch: _Batch, *, each_row: bool) -> None:
     config = batch.config("few" if few else "decode")
     shares = batch.num_shares(rows, config) if rows * batch.num_kv <= _COUNTERS else 1
     dependent = each_row and begins_early(batch.q.device, rows)
-    decode_kernel[(batch.num_kv, rows, shares)](
-        *batch.tensors,
-        *batch.partial(rows if shares > 1 else 0, shares),
-        min_share=config.share,
-        **batch.numbers,
-        **_decode_constants(batch.constants, config),
-        EACH_ROW=each_row,
-        DEPENDENT=dependent,
-        num_warps=config.num_warps,
+    constants = _decode_constants(batch.constants, config, each_row, dependent)
+    _launch_decode(
+        (batch.num_kv, rows, shares),
+        (*batch.tensors, *batch.partial(rows if shares > 1 else 0, shares)),
+        batch.numbers(config.share),
+        (),
+        (*constants.values(),),
+        config.num_warps,
         num_stages=config.num_stages,
         **launch_options(dependent),
     )
@@ -219,13 +214,14 @@ def _decode(batch: _Batch, *, each_row: bool) -> None:
 def _prefill(batch: _Batch, *, min_rows: int) -> None:
     config = batch.config("prefill")
     tiles = batch.q.shape[0] // (config.block_m // batch.group) + batch.page.shape[0]
-    prefill_kernel[(batch.num_kv, tiles)](
-        *batch.tensors,
-        min_rows=min_rows,
-        **batch.numbers,
-        **batch.constants,
-        **_prefill_tile(config, batch.window is not None),
-        num_warps=config.num_warps,
+    constants = _prefill_constants(batch.constants, config)
+    _launch_prefill(
+        (batch.num_kv, tiles),
+        batch.tensors,
+        batch.numbers(first=(min_rows,)),
+        (),
+        (*constants.values(),),
+        config.num_warps,
         num_stages=config.num_stages,
     )
 
@@ -235,19 +231,20 @@ def _steady(batch: _Batch) -> None:
     requests = batch.page.shape[0]
     tiles = batch.q.shape[0] // (config.block_m // batch.group) + requests
     shares = batch.num_shares(requests, config) if requests * batch.num_kv <= _COUNTERS else 1
-    spans = triton.cdiv(batch.page.shape[1] * batch.kv.shape[1], config.share)
-    steady_kernel[(batch.num_kv, shares, tiles)](
-        *batch.tensors,
-        *batch.partial(requests if shares > 1 else 0, spans),
-        max_spans=spans,
-        **batch.numbers,
-        **batch.constants,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        SPAN=config.share,
-        num_warps=config.num_warps,
+    spans = cdiv(batch.page.shape[1] * batch.kv.shape[1], config.share)
+    constants = _steady_constants(batch.constants, config)
+    _launch_steady(
+        (batch.num_kv, shares, tiles),
+        (*batch.tensors, *batch.partial(requests if shares > 1 else 0, spans)),
+        batch.numbers(spans),
+        (),
+        (*constants.values(),),
+        config.num_warps,
         num_stages=config.num_stages,
     )
+
+
+_launch_decode, _launch_prefill, _launch_steady = Again(decode_kernel), Again(prefill_kernel), Again(steady_kernel)
 
 
 def _constants(page: int, num_kv: int, group: int, head: int, q_stride: int, window: bool) -> dict[str, int | bool]:
@@ -257,26 +254,42 @@ def _constants(page: int, num_kv: int, group: int, head: int, q_stride: int, win
         "NUM_KV": num_kv,
         "GROUP": group,
         "HEAD": head,
-        "BLOCK_D": triton.next_power_of_2(head),
+        "BLOCK_D": next_power_of_2(head),
         "PAGE": page,
         "WINDOW": window,
     }
 
 
-def _decode_constants(constants: Mapping[str, int | bool], config: Config) -> dict[str, int | bool]:
-    group_2 = triton.next_power_of_2(constants["GROUP"])
-    return {
+def _decode_constants(
+    constants: Mapping[str, int | bool], config: Config, each_row: bool, dependent: bool
+) -> dict[str, int | bool]:
+    group_2 = next_power_of_2(constants["GROUP"])
+    mine = {
         **constants,
         "GROUP_2": group_2,
         "BLOCK_M": max(config.block_m, group_2),
         "BLOCK_N": config.block_n,
         "FOLD": max(1, config.num_warps * 2048 // (group_2 * constants["BLOCK_D"])),  # 64 registers a thread
+        "EACH_ROW": each_row,
+        "DEPENDENT": dependent,
     }
+    return _ordered(decode_kernel, mine)
 
 
-def _prefill_tile(config: Config, windowed: bool) -> dict[str, int]:
+def _prefill_constants(constants: Mapping[str, int | bool], config: Config) -> dict[str, int | bool]:
     """Under a window every step is masked, and the masks take the registers of the widest steps."""
-    return {"BLOCK_M": config.block_m, "BLOCK_N": min(config.block_n, 64) if windowed else config.block_n}
+    block_n = min(config.block_n, 64) if constants["WINDOW"] else config.block_n
+    return _ordered(prefill_kernel, {**constants, "BLOCK_M": config.block_m, "BLOCK_N": block_n})
+
+
+def _steady_constants(constants: Mapping[str, int | bool], config: Config) -> dict[str, int | bool]:
+    cut = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "SPAN": config.share}
+    return _ordered(steady_kernel, {**constants, **cut})
+
+
+def _ordered(kernel: Any, constants: Mapping[str, int | bool]) -> dict[str, int | bool]:
+    """Constants in the order of the kernel's arguments."""
+    return {name: constants[name] for name in kernel.arg_names[-len(constants) :]}
 
 
 def _config(kind: Kind, capability: int, head: int, element_bytes: int) -> Config:
@@ -289,7 +302,7 @@ def _config(kind: Kind, capability: int, head: int, element_bytes: int) -> Confi
     config = CONFIGS[kind, max((card for card in known if card <= capability), default=min(known))]
     if element_bytes > 2:
         return replace(config, block_m=min(config.block_m, 32), block_n=16, num_warps=4, num_stages=2)
-    return replace(config, block_n=max(16, config.block_n * 128 // max(128, triton.next_power_of_2(head))))
+    return replace(config, block_n=max(16, config.block_n * 128 // max(128, next_power_of_2(head))))
 
 
 _INTEGERS = ("page", "cu_seqlens", "context", "virtual", "arrived")
@@ -304,11 +317,11 @@ def specimens(capability: int = 90) -> Iterator[Specimen]:
         configs = [_config(kind, capability, head, 2) for kind in ("decode", "few", "prefill", "steady")]
         *decodes, prefill, steady = configs
         for decode in decodes:
-            cut = {**_decode_constants(constants, decode), "EACH_ROW": not window, "DEPENDENT": capability >= 90}
+            cut = _decode_constants(constants, decode, not window, capability >= 90)
             yield _specimen(decode_kernel, dtype, cut, decode)
-        cut = {**constants, **_prefill_tile(prefill, window)}
+        cut = _prefill_constants(constants, prefill)
         yield _specimen(prefill_kernel, dtype, cut, prefill)
-        cut = {**constants, "BLOCK_M": steady.block_m, "BLOCK_N": steady.block_n, "SPAN": steady.share}
+        cut = _steady_constants(constants, steady)
         yield _specimen(steady_kernel, dtype, cut, steady)
 
 

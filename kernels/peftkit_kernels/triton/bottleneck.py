@@ -21,6 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from peftkit_kernels.segments import max_width
 from peftkit_kernels.triton.compile import Specimen
+from peftkit_kernels.triton.counts import cdiv, next_power_of_2
 from peftkit_kernels.triton.dependent import begins_early, launch_options, wait_turn
 from peftkit_kernels.triton.device import capability_of
 from peftkit_kernels.triton.segmented import (
@@ -105,7 +106,7 @@ def grouped_bottleneck(
             *given, residual_TH.stride(0), **_down_constants(cuts, hidden, pdl, early), num_warps=cuts.shrink_warps,
             num_stages=cuts.shrink_stages, **launch_options(early),
         )  # fmt: skip
-    _up[(tiles_of(num_rows, num_segments, cuts.expand_rows), triton.cdiv(hidden, cuts.block_n))](
+    _up[(tiles_of(num_rows, num_segments, cuts.expand_rows), cdiv(hidden, cuts.block_n))](
         y_TH, weights, *rows, *tables, inner, *sizes, y_TH.stride(0), **_up_constants(cuts, shares, pdl, early),
         num_warps=cuts.expand_warps, num_stages=cuts.expand_stages, **launch_options(pdl),
     )  # fmt: skip
@@ -363,7 +364,7 @@ def _down_constants(cuts: Config, hidden: int, pdl: bool, early: bool) -> dict[s
 
 def _up_constants(cuts: Config, shares: int, pdl: bool, early: bool) -> dict[str, int | bool]:
     blocks = {"BLOCK_M": cuts.expand_rows, "BLOCK_N": cuts.block_n, "BLOCK_R": cuts.expand_ranks}
-    return {"SHARES": shares, "PADDED": triton.next_power_of_2(shares), **blocks, "PDL": pdl, "EARLY": early}
+    return {"SHARES": shares, "PADDED": next_power_of_2(shares), **blocks, "PDL": pdl, "EARLY": early}
 
 
 def specimens(capability: int) -> Iterator[Specimen]:

@@ -24,7 +24,9 @@ from torch import Tensor
 
 from peftkit_kernels import reference
 from peftkit_kernels.segments import MAX_RANK
+from peftkit_kernels.triton.again import Again
 from peftkit_kernels.triton.compile import Specimen
+from peftkit_kernels.triton.counts import cdiv, next_power_of_2
 from peftkit_kernels.triton.dependent import MAX_ROWS, begins_early, launch_options, wait_turn
 from peftkit_kernels.triton.device import capability_of, counters_of, multiprocessors_of
 
@@ -77,7 +79,7 @@ def candidates(kind: str) -> Iterator[Config]:
             (4, 8, 16), ((2048, 8), (1024, 4), (512, 2)), (1, 2, 3, 4), (2, 3, 4)
         ):
             yield Config(1, outs, block_k, num_warps, stages, per_sm)
-    padded = max(16, triton.next_power_of_2(rows))
+    padded = max(16, next_power_of_2(rows))
     for outs, block_k, stages, per_sm in product((32, 64, 128, 256), (64, 128, 256), (3, 4, 5, 6), (1, 2, 3)):
         shared = per_sm * stages * 2 * block_k * (outs + padded)
         if 64 << 10 <= shared <= 226 << 10 and outs * padded <= 256 * 64:
@@ -111,21 +113,15 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, det
     programs, num_splits = _share_out(out_features, in_features, config, multiprocessors_of(device))
     num_sums = programs * config.rows * config.outs if num_splits > 1 else 0
     dependent = begins_early(device, num_rows)
-    _linear[(programs,)](
-        x_TI,
-        weight_OI,
-        y_TO if bias_O is None else bias_O,
-        y_TO,
-        torch.empty(num_sums, dtype=torch.float32, device=device),
-        counters_of("linear", _COUNTERS, device),
-        num_rows,
-        out_features // 8,
-        in_features // 8,
-        x_TI.stride(0) // 8,
-        weight_OI.stride(0) // 8,
-        num_splits,
-        **_constants(config, in_features, bias_O is not None, dependent),
-        num_warps=config.num_warps,
+    sums = torch.empty(num_sums, dtype=torch.float32, device=device)
+    eighths = (out_features // 8, in_features // 8, x_TI.stride(0) // 8, weight_OI.stride(0) // 8)
+    _launch(
+        programs,
+        (x_TI, weight_OI, y_TO if bias_O is None else bias_O, y_TO, sums, counters_of("linear", _COUNTERS, device)),
+        (num_rows, *eighths, num_splits),
+        (),
+        (*_constants(config, in_features, bias_O is not None, dependent).values(),),
+        config.num_warps,
         num_stages=config.num_stages,
         **launch_options(dependent),
     )
@@ -277,17 +273,20 @@ def _constants(config: Config, in_features: int, has_bias: bool, dependent: bool
 
 def _share_out(out_features: int, in_features: int, config: Config, multiprocessors: int) -> tuple[int, int]:
     """Programs, and parts of each tile. Whole tiles where they fill the card in even rounds."""
-    tiles, room = triton.cdiv(out_features, config.outs), multiprocessors * config.per_sm
-    rounds = triton.cdiv(tiles, room)
-    steps = triton.cdiv(in_features, config.block_k)
+    tiles, room = cdiv(out_features, config.outs), multiprocessors * config.per_sm
+    rounds = cdiv(tiles, room)
+    steps = cdiv(in_features, config.block_k)
     splits = min(room // tiles, steps, _MAX_SPLITS) if tiles <= _COUNTERS else 1
     if splits > 1:
         return tiles * splits, splits
-    return triton.cdiv(tiles, rounds), 1
+    return cdiv(tiles, rounds), 1
 
 
 def _config(num_rows: int) -> Config:
     return _OVERRIDE.get() or next(config for rows, config in CONFIGS.items() if num_rows <= rows)
+
+
+_launch = Again(_linear)
 
 
 def specimens(capability: int = 90) -> Iterator[Specimen]:

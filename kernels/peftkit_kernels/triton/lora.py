@@ -19,7 +19,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from peftkit_kernels.segments import MAX_RANK
+from peftkit_kernels.triton.again import Again
 from peftkit_kernels.triton.compile import Specimen
+from peftkit_kernels.triton.counts import cdiv, next_power_of_2
 from peftkit_kernels.triton.dependent import MAX_ROWS, begins_early, launch_options, wait_turn
 from peftkit_kernels.triton.device import capability_of, scratch_of
 from peftkit_kernels.triton.lora_walk import expand_walk
@@ -84,22 +86,23 @@ def grouped_lora(
     constants = _shrink_constants(cuts, num_projections, features, pdl, early)
     tiles = tiles_of(num_rows, num_segments, cuts.shrink_rows)
     # early or not at all: expand reads y before it waits for shrink, and then what wrote y must have ended
-    _shrink[(tiles, shares * (num_projections // constants["TOGETHER"]))](
-        x_TI, weights, *rows, offset_a_PS, rank_PS, inner, *sizes, features, x_TI.stride(0), **constants,
-        num_warps=cuts.shrink_warps, **launch_options(early),
-    )  # fmt: skip
+    grid = (tiles, shares * (num_projections // constants["TOGETHER"]))
+    tensors = (x_TI, weights, *rows, offset_a_PS, rank_PS, inner)
+    strides = (features, x_TI.stride(0))
+    _launch_shrink(grid, tensors, sizes, strides, (*constants.values(),), cuts.shrink_warps, **launch_options(early))
     tiles = tiles_of(num_rows, num_segments, cuts.expand_rows)
-    into = (y_TO, weights, *rows, offset_b_PS, rank_PS, scale_PS, offset_c_PS, inner, *sizes, y_TO.stride(0))
+    tensors = (y_TO, weights, *rows, offset_b_PS, rank_PS, scale_PS, offset_c_PS, inner)
     if cuts.blocks:
         blocks = _blocks(cuts, out_features)
-        walks = sum(triton.cdiv(out, cuts.block_n * blocks) for out in out_features)
+        walks = sum(cdiv(out, cuts.block_n * blocks) for out in out_features)
         constants = _walk_constants(cuts, out_features, shares, pdl)
-        expand_walk[(tiles, walks)](*into, blocks, **constants, num_warps=cuts.expand_warps, **launch)
+        strides = (y_TO.stride(0), blocks)
+        _launch_walk((tiles, walks), tensors, sizes, strides, (*constants.values(),), cuts.expand_warps, **launch)
         return y_TO
-    _expand[(tiles, sum(triton.cdiv(out, cuts.block_n) for out in out_features))](
-        *into, **_expand_constants(cuts, out_features, shares, pdl, early), num_warps=cuts.expand_warps,
-        num_stages=cuts.expand_stages, **launch,
-    )  # fmt: skip
+    grid = (tiles, sum(cdiv(out, cuts.block_n) for out in out_features))
+    constants = _expand_constants(cuts, out_features, shares, pdl, early)
+    options = {"num_stages": cuts.expand_stages, **launch}
+    _launch_expand(grid, tensors, sizes, (y_TO.stride(0),), (*constants.values(),), cuts.expand_warps, **options)
     return y_TO
 
 
@@ -267,7 +270,7 @@ def _update(
 
 def _blocks(cuts: Config, out_features: tuple[int, ...]) -> int:
     """Blocks of a walk, a power of two: fewer where a tile would have less than some six walks."""
-    walks = sum(triton.cdiv(out, cuts.block_n) for out in out_features) // 6
+    walks = sum(cdiv(out, cuts.block_n) for out in out_features) // 6
     return min(cuts.blocks, 1 << max(walks, 1).bit_length() - 1)
 
 
@@ -284,7 +287,7 @@ def _shrink_constants(
 ) -> dict[str, int | bool]:
     steps, shares = cuts.steps(features)
     together = num_projections if cuts.together else 1
-    padded = triton.next_power_of_2(together)
+    padded = next_power_of_2(together)
     return {
         "PROJECTIONS": num_projections,
         "TOGETHER": together,
@@ -309,7 +312,7 @@ def _expand_constants(
         "PROJECTIONS": len(out_features),
         "MAX_RANK": MAX_RANK,
         "SHARES": shares,
-        "PADDED": triton.next_power_of_2(shares),
+        "PADDED": next_power_of_2(shares),
         "BLOCK_M": cuts.expand_rows,
         "BLOCK_N": cuts.block_n,
         "BLOCK_R": cuts.expand_ranks,
@@ -320,8 +323,11 @@ def _expand_constants(
 
 def _walk_constants(cuts: Config, out_features: tuple[int, ...], shares: int, pdl: bool) -> dict[str, object]:
     constants = _expand_constants(cuts, out_features, shares, pdl, early=False)
-    del constants["PADDED"], constants["EARLY"]
-    return {**constants, "STEP_N": min(cuts.block_n, 64), "STAGES": cuts.expand_stages}
+    del constants["PADDED"], constants["EARLY"], constants["PDL"]
+    return {**constants, "STEP_N": min(cuts.block_n, 64), "STAGES": cuts.expand_stages, "PDL": pdl}
+
+
+_launch_shrink, _launch_expand, _launch_walk = Again(_shrink), Again(_expand), Again(expand_walk)
 
 
 def specimens(capability: int) -> Iterator[Specimen]:

@@ -8,7 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peftkit_kernels.triton.again import Again
 from peftkit_kernels.triton.compile import Specimen
+from peftkit_kernels.triton.counts import cdiv, next_power_of_2
 from peftkit_kernels.triton.dependent import begins_early, launch_options, wait_turn
 
 _TILE = 4096  # values a program: 32 a thread, so that eight 16-byte loads are in flight
@@ -25,25 +27,13 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float, residual_TH: Tensor | N
     num_rows = num_outer * num_inner
     dependent = begins_early(x_TH.device, num_outer)
     if num_rows:
-        _rms_norm[(triton.cdiv(num_rows, rows),)](
-            x_TCH,
-            weight_H,
-            residual_TCH,
-            y_TH,
-            total_TH,
-            num_rows,
-            x_TCH.stride(0),
-            x_TCH.stride(1),
-            residual_TCH.stride(0),
-            residual_TCH.stride(1),
-            eps,
-            INNER=num_inner,
-            WIDTH=width,
-            BLOCK=block,
-            ROWS=rows,
-            HAS_RESIDUAL=residual_TH is not None,
-            DEPENDENT=dependent,
-            num_warps=num_warps,
+        _launch(
+            cdiv(num_rows, rows),
+            (x_TCH, weight_H, residual_TCH, y_TH, total_TH),
+            (num_rows, eps),
+            (*x_TCH.stride()[:2], *residual_TCH.stride()[:2]),
+            (num_inner, width, block, rows, residual_TH is not None, dependent),
+            num_warps,
             **launch_options(dependent),
         )
     return y_TH, total_TH
@@ -57,11 +47,11 @@ def _rms_norm(
     y,
     total,
     num_rows,
+    eps,
     x_outer,
     x_inner,
     residual_outer,
     residual_inner,
-    eps,
     INNER: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -89,6 +79,9 @@ def _rms_norm(
     tl.store(y + row * WIDTH + column, (value * scale * by.to(tl.float32)).to(y.dtype.element_ty), mask=mask)
 
 
+_launch = Again(_rms_norm)
+
+
 def specimens(capability: int) -> Iterator[Specimen]:
     """The decoder's norms: hidden 4096 and 1536 with a residual, heads of 128 without."""
     for dtype in ("*bf16", "*fp16"):
@@ -111,7 +104,7 @@ def specimens(capability: int) -> Iterator[Specimen]:
 
 def _config(width: int) -> tuple[int, int, int]:
     """Columns and rows of a tile, and warps: one row a program from 2048 columns, several of a narrow one."""
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     rows = max(1, min(16, _TILE // 2 // block))
     return block, rows, min(16, max(1, block * rows // 1024))
 

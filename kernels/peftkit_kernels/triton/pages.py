@@ -9,6 +9,7 @@ from torch import Tensor
 
 from peftkit_kernels import reference
 from peftkit_kernels.triton.compile import Specimen
+from peftkit_kernels.triton.counts import cdiv
 
 _PAGES = 32  # copies that a program holds in registers
 _SLICE = 256  # elements of each page, 64 a thread over all pages
@@ -21,7 +22,7 @@ def copy_pages(kv_PZ2KD: Tensor, source_X: Tensor, destination_X: Tensor) -> Ten
         return reference.copy_pages(kv_PZ2KD, source_X, destination_X)
     if num_pages:
         size = kv_PZ2KD[0].numel()
-        _copy[(triton.cdiv(size, _SLICE),)](
+        _copy[(cdiv(size, _SLICE),)](
             kv_PZ2KD,
             source_X.contiguous(),
             destination_X.contiguous(),

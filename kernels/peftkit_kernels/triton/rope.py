@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peftkit_kernels.triton.again import Again
 from peftkit_kernels.triton.compile import Specimen
+from peftkit_kernels.triton.counts import cdiv, next_power_of_2
 from peftkit_kernels.triton.dependent import begins_early, launch_options, wait_turn
 
 
@@ -96,20 +98,14 @@ def rope_write_kv(qkv_TCD: Tensor, cos_TE: Tensor, sin_TE: Tensor, cell_T: Tenso
     if qkv_TCD.stride()[1:] != (head_size, 1):
         qkv_TCD = qkv_TCD.contiguous()
     config, dependent = _config(num_rows), begins_early(qkv_TCD.device, num_rows)
-    grid = (triton.cdiv(num_heads, config.heads), triton.cdiv(num_rows, config.rows))
-    rope_kernel[grid](
-        qkv_TCD,
-        cos_TE.contiguous(),
-        sin_TE.contiguous(),
-        cell_T,
-        kv_PZ2KD,
-        q_TQD,
-        num_rows,
-        **_constants(qkv_TCD.stride(0), num_q, num_kv, head_size, config, dependent),
-        num_warps=config.num_warps,
-        **launch_options(dependent),
-    )
+    grid = (cdiv(num_heads, config.heads), cdiv(num_rows, config.rows))
+    constants = _constants(qkv_TCD.stride(0), num_q, num_kv, head_size, config, dependent)
+    tensors = (qkv_TCD, cos_TE.contiguous(), sin_TE.contiguous(), cell_T, kv_PZ2KD, q_TQD)
+    _launch(grid, tensors, (num_rows,), (), (*constants.values(),), config.num_warps, **launch_options(dependent))
     return q_TQD
+
+
+_launch = Again(rope_kernel)
 
 
 def specimens(capability: int = 90) -> Iterator[Specimen]:
@@ -131,7 +127,7 @@ def _constants(row_stride: int, num_q: int, num_kv: int, head: int, config: Conf
         "NUM_Q": num_q,
         "NUM_KV": num_kv,
         "HALF": head // 2,
-        "BLOCK_E": triton.next_power_of_2(head // 2),
+        "BLOCK_E": next_power_of_2(head // 2),
         "ROWS": config.rows,
         "HEADS": config.heads,
         "DEPENDENT": dependent,

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peftkit_kernels.triton.compile import Specimen
+from peftkit_kernels.triton.counts import cdiv, next_power_of_2
 from peftkit_kernels.triton.device import counters_of
 
 _CHUNK = 2048  # logits a program of the passes that are spread over the card
@@ -46,11 +47,11 @@ def sample(
     if not num_rows:
         return token_N
     logits_NV = logits_NV if logits_NV.stride(1) == 1 else logits_NV.contiguous()
-    chunk = min(_CHUNK, max(16, triton.next_power_of_2(vocab)))
-    num_chunks = triton.cdiv(vocab, chunk)
-    num_groups = triton.cdiv(vocab, _GROUP)
+    chunk = min(_CHUNK, max(16, next_power_of_2(vocab)))
+    num_chunks = cdiv(vocab, chunk)
+    num_groups = cdiv(vocab, _GROUP)
     peak_NG = torch.empty(num_rows, num_groups, dtype=torch.float32, device=device)
-    few = min(_FEW_GROUPS, triton.next_power_of_2(num_groups))
+    few = min(_FEW_GROUPS, next_power_of_2(num_groups))
     few_NF = torch.empty(num_rows, few, dtype=torch.int32, device=device)
     mass_NC = torch.empty(num_rows, num_chunks, dtype=torch.float64, device=device)
     peak_N = torch.empty(num_rows, dtype=torch.float32, device=device)
@@ -58,20 +59,20 @@ def sample(
     stride = logits_NV.stride(0)
     temperature_N, top_k_N, top_p_N = temperature_N.contiguous(), top_k_N.contiguous(), top_p_N.contiguous()
     min_p_N, seed_N, step_N = min_p_N.contiguous(), seed_N.contiguous(), step_N.contiguous()
-    peak_chunk = min(_PEAK_CHUNK, max(_GROUP, triton.next_power_of_2(vocab)))
-    _peak[(num_rows, triton.cdiv(vocab, peak_chunk))](
+    peak_chunk = min(_PEAK_CHUNK, max(_GROUP, next_power_of_2(vocab)))
+    _peak[(num_rows, cdiv(vocab, peak_chunk))](
         logits_NV, peak_NG, stride, VOCAB=vocab, GROUPS=num_groups, GROUP=_GROUP, CHUNK=peak_chunk, num_warps=4
     )
     _limit[(num_rows,)](
         logits_NV, temperature_N, top_k_N, top_p_N, min_p_N, seed_N, step_N, peak_NG, few_NF, peak_N, limit_N, token_N,
-        stride, VOCAB=vocab, GROUPS=num_groups, GROUPS_PADDED=triton.next_power_of_2(num_groups), GROUP=_GROUP,
-        FEW=few, BLOCK=min(_LIMIT_BLOCK, max(16, triton.next_power_of_2(vocab))), LAST_BIT=_LAST_BIT[logits_NV.dtype],
+        stride, VOCAB=vocab, GROUPS=num_groups, GROUPS_PADDED=next_power_of_2(num_groups), GROUP=_GROUP,
+        FEW=few, BLOCK=min(_LIMIT_BLOCK, max(16, next_power_of_2(vocab))), LAST_BIT=_LAST_BIT[logits_NV.dtype],
         num_warps=_LIMIT_WARPS,
     )  # fmt: skip
-    counters = counters_of("sample", triton.next_power_of_2(max(num_rows, 1024)), device)
+    counters = counters_of("sample", next_power_of_2(max(num_rows, 1024)), device)
     _draw[(num_rows, num_chunks)](
         logits_NV, temperature_N, min_p_N, peak_N, limit_N, token_N, mass_NC, counters, seed_N, step_N, stride,
-        VOCAB=vocab, CHUNKS=num_chunks, CHUNKS_PADDED=triton.next_power_of_2(num_chunks), CHUNK=chunk, num_warps=8,
+        VOCAB=vocab, CHUNKS=num_chunks, CHUNKS_PADDED=next_power_of_2(num_chunks), CHUNK=chunk, num_warps=8,
     )  # fmt: skip
     return token_N
 
@@ -293,9 +294,9 @@ def _mix(z):
 def specimens() -> Iterator[Specimen]:
     """Llama's vocabulary of 128256 in bfloat16 and float32."""
     vocab = 128256
-    num_chunks, num_groups = triton.cdiv(vocab, _CHUNK), triton.cdiv(vocab, _GROUP)
+    num_chunks, num_groups = cdiv(vocab, _CHUNK), cdiv(vocab, _GROUP)
     groups = {"VOCAB": vocab, "GROUPS": num_groups, "GROUP": _GROUP}
-    padded = {"CHUNKS": num_chunks, "CHUNKS_PADDED": triton.next_power_of_2(num_chunks)}
+    padded = {"CHUNKS": num_chunks, "CHUNKS_PADDED": next_power_of_2(num_chunks)}
     asked = {
         "temperature": "*fp32",
         "top_k": "*i32",
@@ -308,7 +309,7 @@ def specimens() -> Iterator[Specimen]:
     drawn = {"temperature": "*fp32", "min_p": "*fp32", "peak": "*fp32", "limit": "*fp32", "token": "*i64"}
     drawn |= {"mass": "*fp64", "arrived": "*i32", "seed": "*i64", "step": "*i64"}
     for dtype, last_bit in (("*bf16", 16), ("*fp32", 0)):
-        block = {"GROUPS_PADDED": triton.next_power_of_2(num_groups), "FEW": _FEW_GROUPS, "BLOCK": _LIMIT_BLOCK}
+        block = {"GROUPS_PADDED": next_power_of_2(num_groups), "FEW": _FEW_GROUPS, "BLOCK": _LIMIT_BLOCK}
         for kernel, pointers, constants, num_warps in (
             (_peak, {"peak": "*fp32"}, {**groups, "CHUNK": _PEAK_CHUNK}, 4),
             (_limit, asked, {**groups, **block, "LAST_BIT": last_bit}, _LIMIT_WARPS),

@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from peftkit_kernels.triton.counts import cdiv
 from peftkit_kernels.triton.device import capability_of
 
 Kind = Literal["one", "each", "group", "few", "wide", "crowd", "some", "many", "walk", "long", "deep", "steady"]
@@ -55,8 +56,8 @@ class Config:
 
     def steps(self, features: int) -> tuple[int, int]:
         """Steps of a share, and shares."""
-        steps = triton.cdiv(features, self.block_k * self.splits)
-        return steps, triton.cdiv(features, self.block_k * steps)
+        steps = cdiv(features, self.block_k * self.splits)
+        return steps, cdiv(features, self.block_k * steps)
 
 
 CONFIGS: Mapping[tuple[Kind, int], Config] = MappingProxyType(

@@ -28,11 +28,17 @@ from peftkit_kernels import (
     rope_write_kv,
     silu_and_mul,
 )
+from peftkit_kernels.dispatch import unchecked
 from peftkit_serve.adapters.memory import AdapterMemory, BottleneckTables, LoraTables
 from peftkit_serve.batch import Batch, Extras
 from peftkit_serve.models.ends import embed, replace_logits
 from peftkit_serve.models.spec import ModelSpec
 from peftkit_serve.models.weights import LayerWeights, Matrix, ModelWeights, product
+
+# a step's tensors have the shapes that this file gives them, so that no call of a layer need look at them again
+_rms_norm, _rope_write_kv, _paged_attention = unchecked(rms_norm), unchecked(rope_write_kv), unchecked(paged_attention)
+_grouped_lora, _grouped_bottleneck = unchecked(grouped_lora), unchecked(grouped_bottleneck)
+_silu_and_mul, _gelu_tanh_and_mul = unchecked(silu_and_mul), unchecked(gelu_tanh_and_mul)
 
 
 class Decoder:
@@ -47,7 +53,7 @@ class Decoder:
         """
         self._spec, self._weights, self._memory = spec, weights, memory
         self._deterministic = deterministic
-        self._gate = silu_and_mul if spec.activation == "silu" else gelu_tanh_and_mul
+        self._gate = _silu_and_mul if spec.activation == "silu" else _gelu_tanh_and_mul
         q, k, v, o, gate, up, down = (shape[0] for shape in spec.projection_shapes)
         self._qkv, self._o, self._gate_up, self._down = (q, k, v), (o,), (gate, up), (down,)
         self._head = (spec.vocab_size,)
@@ -70,17 +76,17 @@ class Decoder:
         for index, layer in enumerate(self._weights.layers[:num_layers]):
             adapted = None if batch.segments is None else self._memory.grouped_tables(index)
             beside = self._memory.bottleneck_tables(index) if with_bottlenecks else None
-            h_TH, residual_TH = rms_norm(x_TH, layer.input_norm_H, eps, residual_TH)
+            h_TH, residual_TH = _rms_norm(x_TH, layer.input_norm_H, eps, residual_TH)
             x_TH = self._attention(batch, index, layer, h_TH, cos_TE, sin_TE, kv[index], adapted)
             if beside is not None:
                 x_TH = self._bottleneck(batch, x_TH, residual_TH, beside[0])
-            h_TH, residual_TH = rms_norm(x_TH, layer.post_norm_H, eps, residual_TH)
+            h_TH, residual_TH = _rms_norm(x_TH, layer.post_norm_H, eps, residual_TH)
             x_TH = self._mlp(batch, layer, h_TH, adapted)
             if beside is not None:
                 x_TH = self._bottleneck(batch, x_TH, residual_TH, beside[1])
         assert residual_TH is not None, "a decoder has layers"
         rows = batch.sample_row_X
-        return rms_norm(x_TH[rows], self._weights.norm_H, eps, residual_TH[rows])[0]
+        return _rms_norm(x_TH[rows], self._weights.norm_H, eps, residual_TH[rows])[0]
 
     def logits(self, hidden_XH: Tensor, batch: Batch) -> Tensor:
         """Logits (X, V) of the rows that `forward` returned."""
@@ -123,9 +129,9 @@ class Decoder:
                 (qkv_TCD[:, : spec.num_heads], layer.q_norm_D),
                 (qkv_TCD[:, spec.num_heads : -spec.num_kv_heads], layer.k_norm_D),
             ):
-                heads.copy_(rms_norm(heads, weight_D, spec.norm_eps)[0])
-        q_TQD = rope_write_kv(qkv_TCD, cos_TE, sin_TE, batch.cell_T, kv_PZ2KD)
-        y_TQD = paged_attention(
+                heads.copy_(_rms_norm(heads, weight_D, spec.norm_eps)[0])
+        q_TQD = _rope_write_kv(qkv_TCD, cos_TE, sin_TE, batch.cell_T, kv_PZ2KD)
+        y_TQD = _paged_attention(
             q_TQD,
             kv_PZ2KD,
             batch.page_NM,
@@ -162,7 +168,7 @@ class Decoder:
     def _add_lora(
         self, y_TO: Tensor, x_TI: Tensor, rows: Segments, tables: LoraTables, out_features: tuple[int, ...]
     ) -> Tensor:
-        return grouped_lora(
+        return _grouped_lora(
             y_TO,
             x_TI,
             self._memory.weights,
@@ -179,7 +185,7 @@ class Decoder:
         """A sub-layer's output with the bottleneck adapters of its rows."""
         rows = batch.segments
         assert rows is not None
-        return grouped_bottleneck(
+        return _grouped_bottleneck(
             y_TH,
             residual_TH,
             self._memory.weights,
