@@ -89,9 +89,9 @@ CUTS = (
     {"rows": 4, "span": 2, "outs": 16, "num_warps": 1},
     {"rows": 8, "span": 1, "outs": 32, "num_warps": 2},
     {"rows": 8, "span": 0, "outs": 16, "num_warps": 2},
-    {"rows": 4, "span": 2, "outs": 16, "num_warps": 4, "deep": 1, "each": 2, "ahead": 2, "x_ahead": True},
-    {"rows": 8, "span": 1, "outs": 16, "num_warps": 4, "deep": 2, "each": 2, "ahead": 2, "x_ahead": True},
-    {"rows": 8, "span": 1, "outs": 16, "num_warps": 4, "deep": 4, "x_ahead": True, "whole": True},
+    {"rows": 4, "span": 2, "outs": 16, "num_warps": 4, "each": 2, "x_ahead": True},
+    {"rows": 8, "span": 1, "outs": 16, "num_warps": 4, "deep": 2, "each": 2, "x_ahead": True},
+    {"rows": 8, "span": 1, "outs": 16, "num_warps": 4, "deep": 4, "x_ahead": True, "shares": 0},
 )
 
 
@@ -143,17 +143,42 @@ def test_matrices_joined_below_one_another_keep_an_offset_each(
     assert torch.equal(weight[64:192], reference.nf4_dequantize(*parts[1], (128, 256), torch.float32))
 
 
-def test_programs_take_whole_tiles_where_these_are_even_and_share_them_elsewhere(
+def test_programs_have_a_whole_tile_where_there_is_one_for_each_multiprocessor_and_share_them_elsewhere(
     interpreter: Interpreter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, cpu = interpreter("nf4"), torch.device("cpu")
     monkeypatch.setattr(module, "_MULTIPROCESSORS", {9: 10})
-    config = module.Few(rows=4, span=2, outs=32, num_warps=4, per_sm=1, deep=4, whole=True)
-    assert module._cut(config, 3, 32 * 19, 1024, cpu) == (1, 19, 10, 0)
+    config = module.Few(rows=4, span=2, outs=32, num_warps=4, per_sm=1, deep=4, shares=0)
+    assert module._cut(config, 3, 32 * 9, 1024, cpu) == (1, 9, 9, 0)
     assert module._cut(config, 3, 32 * 11, 1024, cpu) == (1, 11, 10, 2)
-    shared = module.replace(config, whole=False)
-    assert module._cut(shared, 3, 32 * 4, 1024, cpu) == (1, 4, 8, 2)
-    assert module._cut(shared, 5, 32 * 4, 1024, cpu) == (2, 8, 10, 2)
+    assert module._cut(config, 3, 32 * 4, 1024, cpu) == (1, 4, 8, 2)
+    assert module._cut(config, 5, 32 * 4, 1024, cpu) == (2, 8, 10, 2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "out_features", "in_features", "wanted"),
+    [
+        (1, 28672, 4096, (4, 2, 4)),
+        (4, 4096, 14336, (4, 2, 16)),
+        (2, 4096, 4096, (4, 2, 16)),
+        (3, 6144, 4096, (4, 2, 4)),
+        (5, 4096, 4096, (8, 1, 4)),
+        (8, 4096, 14336, (8, 2, 4)),
+        (8, 4097, 4096, (8, 2, 4)),
+        (9, 28672, 4096, (16, 1, 4)),
+        (16, 4096, 14336, (16, 1, 4)),
+        (16, 4096, 4096, None),
+        (16, 28673, 4096, None),
+        (30, 28672, 4096, (32, 0, 4)),
+        (30, 4096, 14336, None),
+    ],
+    ids=str,
+)
+def test_a_product_takes_the_first_cut_that_suits(
+    interpreter: Interpreter, rows: int, out_features: int, in_features: int, wanted: tuple[int, int, int] | None
+) -> None:
+    config = interpreter("nf4")._few(rows, out_features, in_features, torch.empty(rows, in_features, device="cpu"))
+    assert (config and (config.rows, config.span, config.num_warps)) == wanted
 
 
 @pytest.mark.parametrize(("tiles", "depth", "programs"), [(3, 7, 10), (5, 4, 7), (32, 28, 528), (9, 13, 9), (2, 5, 10)])

@@ -9,7 +9,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from peftkit_kernels import reference
 from peftkit_kernels.triton.compile import Specimen
-from peftkit_kernels.triton.dependent import begins_early, has_dependents, launch_options
+from peftkit_kernels.triton.dependent import has_dependents, launch_options
 from peftkit_kernels.triton.device import capability_of, counters_of
 from peftkit_kernels.triton.nf4_decode import scale, word_levels
 from peftkit_kernels.triton.nf4_few import few_kernel
@@ -62,14 +62,12 @@ class Few:
     """Warps that share outputs and have inputs of their own; fewer where there are too few inputs."""
     each: int = 1
     """Steps whose scales' codes are loaded at once, 1 or 2; fewer where there is an odd number of them."""
-    ahead: int = 1
-    """Steps between loading codes and using them, 1 or 2."""
     x_ahead: bool = False
     """Whether x is loaded a step before its use."""
-    hint: int = 0
-    """Steps between sending for codes, to L2, and using them."""
-    whole: bool = False
-    """Whether programs have whole tiles, where these are dealt out evenly enough."""
+    shares: int | None = None
+    """Programs that share a tile, at most; 0: programs have a whole tile each, on nearly every multiprocessor."""
+    steps: tuple[int, int] | None = None
+    """Steps a program, at least and at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,21 +80,28 @@ class Flat:
 
 
 FLAT = Flat(words=256, num_warps=4)
-FEW: Mapping[int, Few] = MappingProxyType(
+FEW: Mapping[int, tuple[Few, ...]] = MappingProxyType(
     {
-        4: Few(rows=4, span=2, outs=32, num_warps=4, per_sm=4),
-        8: Few(rows=8, span=2, outs=32, num_warps=4, per_sm=4, registers=128),
-        16: Few(rows=16, span=1, outs=64, num_warps=4, per_sm=3, registers=168),
-        32: Few(rows=32, span=0, outs=16, num_warps=4, per_sm=4),
-        64: Few(rows=64, span=0, outs=16, num_warps=4, per_sm=3, registers=168),
+        4: (
+            Few(4, 2, 32, num_warps=16, per_sm=1, registers=128, deep=16, each=2, x_ahead=True, shares=0),
+            Few(4, 2, 32, num_warps=4, per_sm=4, registers=128, deep=4, each=2),
+        ),
+        8: (
+            Few(8, 1, 32, num_warps=4, per_sm=4, registers=128, each=2, x_ahead=True, steps=(0, 8)),
+            Few(8, 2, 32, num_warps=4, per_sm=3, registers=168, deep=4, x_ahead=True),
+        ),
+        16: (
+            Few(16, 1, 64, num_warps=4, per_sm=3, registers=168, shares=5),
+            Few(16, 1, 32, num_warps=4, per_sm=3, registers=168, deep=4, x_ahead=True, steps=(8, 1 << 30)),
+        ),
+        32: (Few(32, 0, 16, num_warps=4, per_sm=4, shares=5),),
+        64: (Few(64, 0, 16, num_warps=4, per_sm=3, registers=168, shares=5),),
     }
 )
-"""Number of rows, at most → configuration; above 8 rows on compute capability 9 alone."""
+"""Number of rows, at most → configurations, of which the first that suits is taken. On other compute capabilities than
+9 the last one up to 8 rows, and none above."""
 
 _LEAST_INPUTS = 256  # Triton 3.6 can't lay out a row of a single step
-_MOST_SHARES = (
-    4  # programs a tile, with more than 8 rows: their sums on the way through memory cost more than they save
-)
 
 CONFIGS: Mapping[int, Config] = MappingProxyType(
     {
@@ -110,7 +115,9 @@ CONFIGS: Mapping[int, Config] = MappingProxyType(
 MAX_ROWS = 64
 """More rows than this go through dequantised weights and cuBLAS."""
 
-_EVEN = 0.9  # share of the card at least that whole tiles must keep busy
+_MOST_SUMS = 2048  # in shared memory beside the tables, in 48 KiB
+
+_EVEN = 0.9  # share of the multiprocessors that have a tile, at least, where programs have whole ones
 
 _MULTIPROCESSORS: Mapping[int, int] = MappingProxyType({8: 108, 9: 132, 10: 148})
 C = TypeVar("C", Config, Few, Flat)
@@ -227,7 +234,7 @@ def _few_constants(config: Few, row_tiles: int, most: int) -> dict[str, int | bo
     if not config.span:
         return constants | {"PIECES": 2 if config.num_warps * config.rows > 128 else 1}
     ways = {"SPAN": config.span, "OUTS": config.outs, "DEEP": config.deep, "EACH": config.each}
-    return constants | ways | {"AHEAD": config.ahead, "X_AHEAD": config.x_ahead, "HINT": config.hint}
+    return constants | ways | {"X_AHEAD": config.x_ahead}
 
 
 def _outs(config: Few) -> int:
@@ -245,7 +252,6 @@ def _in_parts(
     config = _config(MAX_ROWS if deterministic else num_rows)
     tiles = triton.cdiv(out_features, config.outs)
     num_splits = _splits(tiles * config.num_warps, in_features // 64, _MULTIPROCESSORS.get(major, 148))
-    dependent = x_TI.is_cuda and begins_early(x_TI.device, num_rows)
     sums_STO = y_TO
     if num_splits > 1:
         sums_STO = torch.empty(num_splits, num_rows, out_features, dtype=torch.float32, device=x_TI.device)
@@ -266,10 +272,8 @@ def _in_parts(
         HAS_BIAS=bias_O is not None,
         PERMUTE=x_TI.is_cuda and x_TI.dtype != torch.float32,
         OFFSETS=quantised[-1].dim() > 0,
-        DEPENDENT=dependent,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **launch_options(dependent),
     )
     if num_splits > 1:
         add_parts_kernel[(num_rows, triton.cdiv(out_features, _ADD))](
@@ -281,9 +285,7 @@ def _in_parts(
             SPLITS=num_splits,
             HAS_BIAS=bias_O is not None,
             BLOCK=_ADD,
-            DEPENDENT=dependent,
             num_warps=4,
-            **launch_options(dependent),
         )
 
 
@@ -331,11 +333,16 @@ def candidates(kind: str) -> Iterator[Config | Few | Flat]:
         yield from (Flat(32 * num_warps * each, num_warps) for num_warps in (2, 4, 8) for each in (1, 2, 4, 8))
         return
     padded = max(4, triton.next_power_of_2(rows))
-    for span, outs, (num_warps, per_sm) in product(
-        (0, 1, 2), (16, 32, 64), ((2, 6), (4, 2), (4, 3), (4, 4), (8, 1), (8, 2))
+    programs = ((2, 6), (4, 2), (4, 3), (4, 4), (8, 1), (8, 2))
+    if padded >= 16:
+        yield from (Few(padded, 0, 16, num_warps, per_sm) for num_warps, per_sm in programs)
+    for span, outs, (num_warps, per_sm), deep, x_ahead in product(
+        (1, 2), (16, 32, 64), programs, (1, 4), (False, True)
     ):
-        if padded * max(span, 1) % 8 == 0 and padded * span <= 16 and (span or outs == 16):
-            yield Few(padded, span, outs, num_warps, per_sm)
+        fits = padded * outs * num_warps <= _MOST_SUMS and deep <= num_warps
+        if padded * span in (8, 16) and fits:
+            registers = min(255, (65536 // (32 * num_warps * per_sm)) & -8)
+            yield Few(padded, span, outs, num_warps, per_sm, registers, deep, each=1 + deep // 4, x_ahead=x_ahead)
 
 
 @contextmanager
@@ -362,16 +369,40 @@ def _few(num_rows: int, out_features: int, in_features: int, x_TI: Tensor) -> Fe
     """The configuration for a product in steps, None where it is better done in parts."""
     if _overridden(Config) or in_features < _LEAST_INPUTS or (x_TI.is_cuda and x_TI.itemsize != 2):
         return None
-    config = _overridden(Few) or FEW[min(most for most in FEW if most >= num_rows)]
+    if config := _overridden(Few):
+        return _fitting(config, in_features)
+    device, configs = x_TI.device, FEW[min(most for most in FEW if most >= num_rows)]
+    for config in (_fitting(one, in_features) for one in configs):
+        if config.span == 1 and out_features % 16:  # the way to memory would take too much shared memory
+            continue
+        if capability_of(device, 90) // 10 != 9:
+            suits = config.rows <= 8 and config.shares is config.steps is None
+        else:
+            suits = _suits(config, num_rows, out_features, in_features, device)
+        if suits:
+            return config
+    return None
+
+
+def _fitting(config: Few, in_features: int) -> Few:
+    """The configuration with no more inputs a step than there are."""
     if in_features % 128 and config.span == 2:
         config = replace(config, span=1, rows=max(config.rows, 8))
     groups = in_features // (64 * max(config.span, 1))
     deep = min(config.deep, groups & -groups)
-    config = replace(config, deep=deep, each=config.each if groups // deep % config.each == 0 else 1)
-    if _overridden(Few) or num_rows <= 8:
-        return config
-    _, num_tiles, num_programs, _ = _cut(config, num_rows, out_features, in_features, x_TI.device)
-    return config if capability_of(x_TI.device, 90) // 10 == 9 and num_programs <= _MOST_SHARES * num_tiles else None
+    return replace(config, deep=deep, each=config.each if groups // deep % config.each == 0 else 1)
+
+
+def _suits(config: Few, num_rows: int, out_features: int, in_features: int, device: torch.device) -> bool:
+    _, num_tiles, num_programs, shares = _cut(config, num_rows, out_features, in_features, device)
+    steps = num_tiles * _depth(config, in_features) / num_programs
+    least, most = config.steps or (0, steps)
+    return (config.shares is None or shares <= config.shares) and least <= steps <= most
+
+
+def _depth(config: Few, in_features: int) -> int:
+    """Steps a tile."""
+    return in_features // (64 * max(config.span, 1) * config.deep)
 
 
 def _cut(
@@ -380,10 +411,10 @@ def _cut(
     """Tiles of rows, tiles, programs, and how many of them share a tile at most; 0: none, programs have whole tiles."""
     row_tiles = triton.cdiv(num_rows, config.rows)
     num_tiles = row_tiles * triton.cdiv(out_features, _outs(config))
-    depth = in_features // (64 * max(config.span, 1) * config.deep)
+    depth = _depth(config, in_features)
     room = config.per_sm * _MULTIPROCESSORS.get(capability_of(device, 90) // 10, 148)
-    if config.whole and _EVEN * room * triton.cdiv(num_tiles, room) <= num_tiles:
-        return row_tiles, num_tiles, min(room, num_tiles), 0
+    if config.shares == 0 and _EVEN * room <= num_tiles <= room:
+        return row_tiles, num_tiles, num_tiles, 0
     num_programs = min(room, num_tiles * depth)
     return row_tiles, num_tiles, num_programs, min(depth, triton.cdiv(num_programs, num_tiles) + 1)
 
@@ -413,14 +444,14 @@ def specimens(capability: int) -> Iterator[Specimen]:
         for rows, config in CONFIGS.items():
             constants = {"OUT": 4096, "IN": 14336, "ROWS": rows, "OUTS": config.outs, "SPLITS": 4}
             constants |= {"UNROLL": config.unroll, "HAS_BIAS": False, "PERMUTE": True}
-            constants |= {"OFFSETS": False, "DEPENDENT": capability >= 90}
+            constants |= {"OFFSETS": False}
             pointers = {"x": dtype, **quantised, "code": "*i16", "bias": dtype, "sums": "*fp32"}
             signature = {**pointers, "num_rows": "i32", "x_stride": "i32", **dict.fromkeys(constants, "constexpr")}
             yield Specimen(parts_kernel, signature, constants, config.num_warps, config.num_stages)
-        for config in FEW.values():
-            if config.rows > 8 and capability != 90:
+        for config in chain(*FEW.values()):
+            if capability != 90 and (config.rows > 8 or config.shares is not None or config.steps):
                 continue
-            constants = {"OUT": 28672, "IN": 4096, **_few_constants(config, 1, 4)}
+            constants = {"OUT": 28672, "IN": 4096, **_few_constants(config, 1, 0 if config.shares == 0 else 4)}
             constants |= {"OFFSETS": dtype == "*bf16", "HAS_BIAS": False, "TABLE": True, "DEPENDENT": capability >= 90}
             pointers = {"x": dtype, **quantised, "code": "*i16", "bias": dtype, "y": dtype, "sums": "*fp32"}
             signature = {**pointers, "arrived": "*i32", "num_rows": "i32", "x_stride": "i32:16"}
@@ -428,7 +459,7 @@ def specimens(capability: int) -> Iterator[Specimen]:
             yield Specimen(
                 few_kernel if config.span else wide_kernel, signature, constants, config.num_warps, num_stages=1
             )
-    constants = {"OUT": 4096, "SPLITS": 4, "HAS_BIAS": True, "BLOCK": _ADD, "DEPENDENT": capability >= 90}
+    constants = {"OUT": 4096, "SPLITS": 4, "HAS_BIAS": True, "BLOCK": _ADD}
     signature = {"sums": "*fp32", "bias": "*bf16", "y": "*bf16", "num_rows": "i32"}
     yield Specimen(
         add_parts_kernel, signature | dict.fromkeys(constants, "constexpr"), constants, num_warps=4, num_stages=1

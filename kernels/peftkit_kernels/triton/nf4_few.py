@@ -25,12 +25,11 @@ from peftkit_kernels.triton.nf4_table import fill_levels, fill_scales, pair_leve
 def few_kernel(
     x, code, absmax, absmax_code, absmax_scale, absmax_offset, bias, y, sums, arrived, num_rows, x_stride,
     OUT: tl.constexpr, IN: tl.constexpr, ROWS: tl.constexpr, ROW_TILES: tl.constexpr, SPAN: tl.constexpr,
-    WARPS: tl.constexpr, OUTS: tl.constexpr, DEEP: tl.constexpr, EACH: tl.constexpr, AHEAD: tl.constexpr,
-    X_AHEAD: tl.constexpr, HINT: tl.constexpr, MOST: tl.constexpr, OFFSETS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    TABLE: tl.constexpr, DEPENDENT: tl.constexpr,
+    WARPS: tl.constexpr, OUTS: tl.constexpr, DEEP: tl.constexpr, EACH: tl.constexpr, X_AHEAD: tl.constexpr,
+    MOST: tl.constexpr, OFFSETS: tl.constexpr, HAS_BIAS: tl.constexpr, TABLE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A tile has OUTS outputs for each of WARPS / DEEP warps and ROWS rows of x; a step, SPAN blocks of it for each of
-    DEEP warps. x is read through L1. Codes are loaded AHEAD steps before their use, scales of scales one, x X_AHEAD,
+    DEEP warps. x is read through L1. Codes and scales' scales are loaded a step before their use, with X_AHEAD x too;
     scales' codes for EACH steps at once.
 
     MOST: programs that share a tile, at most; 0: programs have whole tiles.
@@ -41,13 +40,6 @@ def few_kernel(
     first, last = share(tiles, depth, MOST)
     packed = codes(code, first // depth // ROW_TILES, first % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP)
     word = scale_codes(absmax, 0, first // depth // ROW_TILES, first % depth, 0, OUT, IN, SPAN, WARPS, OUTS, DEEP, EACH)
-    ahead, next_packed, next_word = tl.minimum(first + 1, last - 1), packed, word
-    if AHEAD == 2:
-        next_packed = codes(code, ahead // depth // ROW_TILES, ahead % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP)
-        next_word = scale_codes(
-            absmax, word, ahead // depth // ROW_TILES, ahead % depth, ahead % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP,
-            EACH,
-        )  # fmt: skip
     outer = nested(absmax_scale, 0.0, first // depth // ROW_TILES, first % depth, 0, OUT, IN, SPAN, WARPS, OUTS, DEEP)
     offset = first_offset(
         absmax_offset, first // depth // ROW_TILES, first % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP, OFFSETS
@@ -60,18 +52,14 @@ def few_kernel(
     )
     total = tl.zeros((WARPS, OUTS, ROWS * SPAN), tl.float32)
     for step in range(first, last):
-        ahead, far = tl.minimum(step + 1, last - 1), tl.minimum(step + AHEAD, last - 1)
-        tile, part = step // depth, step % depth
+        tile, part, ahead = step // depth, step % depth, tl.minimum(step + 1, last - 1)
         if not X_AHEAD:
             inputs = _inputs(x, x_stride, tile % ROW_TILES * ROWS, part, num_rows, depth, ROWS, SPAN, WARPS, DEEP)
-        far_packed = codes(code, far // depth // ROW_TILES, far % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP)
-        far_word = scale_codes(
-            absmax, next_word if AHEAD == 2 else word, far // depth // ROW_TILES, far % depth, far % depth, OUT, IN,
-            SPAN, WARPS, OUTS, DEEP, EACH,
+        next_packed = codes(code, ahead // depth // ROW_TILES, ahead % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP)
+        next_word = scale_codes(
+            absmax, word, ahead // depth // ROW_TILES, ahead % depth, ahead % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP,
+            EACH,
         )  # fmt: skip
-        if HINT and TABLE:
-            hinted = tl.minimum(step + HINT, last - 1)
-            _send_for(code, hinted // depth // ROW_TILES, hinted % depth, OUT, IN, SPAN, WARPS, OUTS, DEEP)
         next_outer = nested(
             absmax_scale, outer, ahead // depth // ROW_TILES, ahead % depth, ahead % depth, OUT, IN, SPAN, WARPS, OUTS,
             DEEP,
@@ -101,10 +89,7 @@ def few_kernel(
                 OUTS, MOST, HAS_BIAS,
             )  # fmt: skip
             total = tl.zeros((WARPS, OUTS, ROWS * SPAN), tl.float32)
-        if AHEAD == 2:
-            packed, word, next_packed, next_word = next_packed, next_word, far_packed, far_word
-        else:
-            packed, word = far_packed, far_word
+        packed, word = next_packed, next_word
         outer, inputs = next_outer, next_inputs
 
 
@@ -186,22 +171,6 @@ def scale_codes(
     else:
         word = tl.load(at, mask=(out * 0 + turn) % EACH == 0, other=before)
     return word
-
-
-@triton.jit
-def _send_for(
-    code, tile, part, OUT: tl.constexpr, IN: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr,
-    OUTS: tl.constexpr, DEEP: tl.constexpr,
-):  # fmt: skip
-    """Begins to bring codes of a step to L2, 32 bytes at a time; nothing is read."""
-    place = tl.arange(0, WARPS * OUTS * SPAN)
-    out, group, run = _outs(tile, part, place // SPAN, OUT, IN, SPAN, WARPS, OUTS, DEEP)
-    if OUT * IN // 4 >= 1 << 31:
-        out = out.to(tl.int64)
-    at = code + out * (IN // 4) + (run * SPAN + place % SPAN) * 16 + group * (IN // 4)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit

@@ -7,7 +7,6 @@ Half of the levels come by byte permutes, half by warp shuffles; a block is four
 import triton
 import triton.language as tl
 
-from peftkit_kernels.triton.dependent import wait_turn
 from peftkit_kernels.triton.nf4_decode import permute_levels, scale, select_levels
 
 _BLOCK = tl.constexpr(64)  # weights under one scale
@@ -34,7 +33,6 @@ def parts_kernel(
     HAS_BIAS: tl.constexpr,
     PERMUTE: tl.constexpr,
     OFFSETS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """A tile of OUTS × ROWS over one of SPLITS parts of the input: weights are the tensor cores' tall operand.
 
@@ -42,8 +40,6 @@ def parts_kernel(
     four products of depth 16, and x is dealt out likewise: nothing is interleaved, and codes go from shared memory to
     the registers of the tensor cores' layout as they are.
     """
-    if DEPENDENT:
-        wait_turn()
     blocks: tl.constexpr = IN // _BLOCK
     part: tl.constexpr = ((blocks + SPLITS - 1) // SPLITS + UNROLL - 1) // UNROLL * UNROLL
     out = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
@@ -82,12 +78,9 @@ def parts_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def add_parts_kernel(
-    sums, bias, y, num_rows, OUT: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):  # fmt: skip
+    sums, bias, y, num_rows, OUT: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Adds the parts of a row in their order."""
-    if DEPENDENT:
-        wait_turn()
     row = tl.program_id(0).to(tl.int64)
     out = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = out < OUT
