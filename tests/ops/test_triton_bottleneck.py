@@ -185,6 +185,14 @@ def test_no_more_rows_than_segments(seed: int, interpreted: ModuleType, aligned:
         check(make_case(counts, adapters, 48, aligned=aligned), interpreted)
 
 
+@pytest.mark.parametrize("most", [4, 32, 256])
+def test_cuts_of_tiles_of_one_row_make_the_same_sums(seed: int, interpreted: ModuleType, most: int) -> None:
+    adapters = [(130, (1, 3, 1)), (0, (0, 0, 0)), (20, (2, 1, 0))]
+    cuts = replace(interpreted.ROWS[most], block_k=64)
+    with interpreted.override(cuts):
+        check(make_case([(0, 1), (1, 0), (2, 1), (1, 1)], adapters, 72), interpreted)
+
+
 def test_padded_tails_and_tables_without_rows_change_nothing(seed: int, interpreted: ModuleType) -> None:
     case = make_case([(0, 5)], [(4, (0, 0, 0)), (6, (1, 1, 1))], 32)
     check(case.with_segments([(0, 2), (1, 1), (0, 0), (1, 0)]), interpreted)
@@ -220,7 +228,7 @@ def test_full_size(seed: int, compiled: ModuleType, dtype: torch.dtype, determin
 @pytest.mark.gpu
 def test_lengths_compile_nothing_new(seed: int, compiled: ModuleType) -> None:
     def count() -> int:
-        kernels = (compiled._down, compiled._up)
+        kernels = (compiled._down, compiled._down_rows, compiled._up)
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
     adapters = [(8, (0, 1, 1)), (16, (1, 0, 0))]

@@ -6,10 +6,13 @@ Where each row is a tile of its own, a program of `_down_rows` has whole rows of
 complete; otherwise one of `_down` has a share of the features of a tile.
 """
 # pyright: reportCallIssue=false, reportMissingParameterType=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportPossiblyUnbound=false
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from itertools import product
 from types import MappingProxyType
 from typing import get_args
 
@@ -31,37 +34,70 @@ from peftkit_kernels.triton.segmented import (
     add_expanded,
     add_shares,
     add_shrunk,
-    candidates,
     cuts_of,
     kind_of,
     locate,
-    override,
     tiles_of,
 )
+from peftkit_kernels.triton.segmented import candidates as _tiles_worth_timing
 from peftkit_kernels.triton.segmented import config as _config
+from peftkit_kernels.triton.segmented import override as _override_tiles
 
 __all__ = ["CONFIGS", "ROWS", "Rows", "candidates", "grouped_bottleneck", "override", "specimens"]
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How `down` is cut for tiles of one row."""
+    """How the two launches are cut for tiles of one row."""
 
     outs: int
-    """Rows of the matrix that a program has at a time: 1, 2, 4, 8 or 16."""
+    """Rows of `down` that a program has at a time: 1, 2, 4, 8 or 16."""
     block_k: int
     """Features of a step."""
-    num_warps: int
-    num_stages: int
+    down_warps: int
+    down_stages: int
+    block_n: int
+    """Columns of a program of `up`."""
+    ranks: int
+    """Of a step of `up`."""
+    up_warps: int
 
     @property
     def programs(self) -> int:
-        """Of a row: a width of 64 is dealt out at once."""
+        """Of `down` for a row: a width of 64 is dealt out at once."""
         return 64 // self.outs
 
 
-ROWS: Mapping[int, Rows] = MappingProxyType({4: Rows(2, 4096, 4, 1), 32: Rows(8, 2048, 8, 3), 256: Rows(2, 4096, 4, 1)})
+ROWS: Mapping[int, Rows] = MappingProxyType(
+    {4: Rows(1, 4096, 4, 1, 64, 64, 2), 32: Rows(2, 2048, 4, 1, 64, 64, 2), 256: Rows(8, 512, 4, 4, 512, 16, 2)}
+)
 """Most rows → cuts."""
+
+_OVERRIDE: ContextVar[Rows | None] = ContextVar("bottleneck rows", default=None)
+_DOWN = ((1, 4096, 4, 1), (2, 4096, 4, 1), (2, 2048, 4, 1), (4, 2048, 4, 2), (8, 512, 4, 4), (8, 1024, 8, 3))
+_UP = ((64, 64, 2), (32, 64, 4), (128, 64, 4), (256, 16, 1), (512, 16, 2), (1024, 16, 4))
+
+
+def candidates(kind: Kind) -> Iterator[Config | Rows]:
+    """Cuts worth timing."""
+    if kind in ("one", "each"):
+        yield from (Rows(*down, *up) for down, up in product(_DOWN, _UP))
+    else:
+        yield from _tiles_worth_timing(kind)
+
+
+@contextmanager
+def override(cuts: Config | Rows) -> Iterator[None]:
+    """Takes these cuts for every call inside, but for deterministic ones; `Rows` for those with tiles of one row."""
+    if isinstance(cuts, Config):
+        with _override_tiles(cuts):
+            yield
+        return
+    token = _OVERRIDE.set(cuts)
+    try:
+        yield
+    finally:
+        _OVERRIDE.reset(token)
 
 
 def grouped_bottleneck(
@@ -85,8 +121,8 @@ def grouped_bottleneck(
     assert y_TH.stride(1) == 1 and residual_TH.stride(1) == 1, "rows of y and residual are contiguous"
     tables = (offset_S, width_S, scale_S, form_S3)
     assert all(table.is_contiguous() for table in tables), "tables are contiguous"
-    cuts = _narrow(_config(kind_of("bottleneck", num_rows, num_segments, deterministic), y_TH.device))
-    shares = 1 if cuts.shrink_rows == 1 else cuts.steps(hidden)[1]
+    cuts = _cuts(num_rows, num_segments, deterministic, y_TH.device)
+    shares = 1 if isinstance(cuts, Rows) else cuts.steps(hidden)[1]
     room = max_width(hidden)
     inner = torch.empty((shares, num_rows, room), dtype=torch.float32, device=y_TH.device)
     rows = (row_X, segment_start_G1, segment_slot_G)
@@ -95,20 +131,22 @@ def grouped_bottleneck(
     sizes = (num_rows, num_segments, hidden, room)
     given = (y_TH, residual_TH, weights, *rows, offset_S, width_S, form_S3, inner, *sizes, y_TH.stride(0))
     # early or not at all: `_up` reads y before it waits for this launch, and then what wrote y must have ended
-    if cuts.shrink_rows == 1:
-        down = next(down for most, down in ROWS.items() if num_rows <= most)
-        _down_rows[(num_rows, down.programs)](
-            *given, residual_TH.stride(0), **_rows_constants(down, pdl, early), num_warps=down.num_warps,
+    if isinstance(cuts, Rows):
+        tiles, warps, stages = num_rows, cuts.up_warps, 1
+        _down_rows[(num_rows, cuts.programs)](
+            *given, residual_TH.stride(0), **_rows_constants(cuts, pdl, early), num_warps=cuts.down_warps,
             **launch_options(early),
         )  # fmt: skip
     else:
+        tiles = tiles_of(num_rows, num_segments, cuts.expand_rows)
+        warps, stages = cuts.expand_warps, cuts.expand_stages
         _down[(tiles_of(num_rows, num_segments, cuts.shrink_rows), shares)](
             *given, residual_TH.stride(0), **_down_constants(cuts, hidden, pdl, early), num_warps=cuts.shrink_warps,
             num_stages=cuts.shrink_stages, **launch_options(early),
         )  # fmt: skip
-    _up[(tiles_of(num_rows, num_segments, cuts.expand_rows), cdiv(hidden, cuts.block_n))](
+    _up[(tiles, cdiv(hidden, cuts.block_n))](
         y_TH, weights, *rows, *tables, inner, *sizes, y_TH.stride(0), **_up_constants(cuts, shares, pdl, early),
-        num_warps=cuts.expand_warps, num_stages=cuts.expand_stages, **launch_options(pdl),
+        num_warps=warps, num_stages=stages, **launch_options(pdl),
     )  # fmt: skip
     return y_TH
 
@@ -316,13 +354,29 @@ def _update(
     if EARLY:
         gdc_launch_dependents()
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    if BLOCK_M == 1:
+        h_RM = _shifted(inner, down_bias, count, width, 0, room, share_stride, SHARES, PADDED, BLOCK_M, BLOCK_R)
     for r0 in range(0, width, BLOCK_R):
-        h_RM = add_shares(inner, count, width, r0, room, share_stride, SHARES, PADDED, BLOCK_M, BLOCK_R)
-        shift = tl.load(down_bias + r0 + r, mask=r0 + r < width, other=0.0).to(tl.float32)
-        acc = add_expanded(acc, up_RN, _activated(h_RM + shift[:, None], function), BLOCK_M)
-        up_RN = _up_rows(up, r0 + BLOCK_R + r, n, width, hidden)
+        r1 = r0 + BLOCK_R
+        if BLOCK_M > 1:
+            h_RM = _shifted(inner, down_bias, count, width, r0, room, share_stride, SHARES, PADDED, BLOCK_M, BLOCK_R)
+        acc = add_expanded(acc, up_RN, _activated(h_RM, function), BLOCK_M)
+        if BLOCK_M == 1:  # beside the next rows of `up`, so that neither waits for the other
+            h_RM = _shifted(inner, down_bias, count, width, r1, room, share_stride, SHARES, PADDED, BLOCK_M, BLOCK_R)
+        up_RN = _up_rows(up, r1 + r, n, width, hidden)
     total = value.to(tl.float32) + scale * (acc + bias[:, None])
     tl.store(y + n[:, None], total.to(value.dtype), mask=mask)
+
+
+@triton.jit
+def _shifted(
+    inner, down_bias, count, width, r0, room, share_stride,
+    SHARES: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_R sums of `_down` from r0 on with their bias, before φ."""
+    r = r0 + tl.arange(0, BLOCK_R)
+    h_RM = add_shares(inner, count, width, r0, room, share_stride, SHARES, PADDED, BLOCK_M, BLOCK_R)
+    return h_RM + tl.load(down_bias + r, mask=r < width, other=0.0).to(tl.float32)[:, None]
 
 
 @triton.jit
@@ -347,13 +401,20 @@ def _activated(x, function):
     return x
 
 
+def _cuts(num_rows: int, num_segments: int, deterministic: bool, device: torch.device) -> Config | Rows:
+    cuts = _narrow(_config(kind_of("bottleneck", num_rows, num_segments, deterministic), device))
+    if cuts.shrink_rows > 1:
+        return cuts
+    return _OVERRIDE.get() or next(cuts for most, cuts in ROWS.items() if num_rows <= most)
+
+
 def _narrow(cuts: Config) -> Config:
     """Cuts of `_down`, whose input goes through registers."""
     return replace(cuts, block_k=min(cuts.block_k, 256))
 
 
-def _rows_constants(down: Rows, pdl: bool, early: bool) -> dict[str, int | bool]:
-    blocks = {"OUTS": down.outs, "BLOCK_K": down.block_k, "STAGES": down.num_stages}
+def _rows_constants(cuts: Rows, pdl: bool, early: bool) -> dict[str, int | bool]:
+    blocks = {"OUTS": cuts.outs, "BLOCK_K": cuts.block_k, "STAGES": cuts.down_stages}
     return {**blocks, "PDL": pdl, "EARLY": early}
 
 
@@ -362,8 +423,9 @@ def _down_constants(cuts: Config, hidden: int, pdl: bool, early: bool) -> dict[s
     return {"STEPS": cuts.steps(hidden)[0], **blocks, "PDL": pdl, "EARLY": early}
 
 
-def _up_constants(cuts: Config, shares: int, pdl: bool, early: bool) -> dict[str, int | bool]:
-    blocks = {"BLOCK_M": cuts.expand_rows, "BLOCK_N": cuts.block_n, "BLOCK_R": cuts.expand_ranks}
+def _up_constants(cuts: Config | Rows, shares: int, pdl: bool, early: bool) -> dict[str, int | bool]:
+    rows, ranks = (1, cuts.ranks) if isinstance(cuts, Rows) else (cuts.expand_rows, cuts.expand_ranks)
+    blocks = {"BLOCK_M": rows, "BLOCK_N": cuts.block_n, "BLOCK_R": ranks}
     return {"SHARES": shares, "PADDED": next_power_of_2(shares), **blocks, "PDL": pdl, "EARLY": early}
 
 
@@ -373,20 +435,24 @@ def specimens(capability: int) -> Iterator[Specimen]:
     tables = {"row": "*i64", "start": "*i32", "slot": "*i32", "offset": "*i64", "width": "*i32"}
     sizes = {"num_rows": "i32", "num_segments": "i32", "hidden": "i32:16", "room": "i32:16", "y_stride": "i32:16"}
     pdl = capability >= 90
-    for dtype, kind in (*(("*bf16", kind) for kind in kinds), ("*fp16", "few")):
-        cuts, early = _narrow(cuts_of(kind, capability)), pdl and kind in ("one", "each", "group", "few")
+    uses: list[tuple[str, Config | Rows, bool]] = [("*bf16", cuts, most <= 32) for most, cuts in ROWS.items()]
+    tiled = [kind for kind in kinds if cuts_of(kind, capability).shrink_rows > 1]
+    few = ("group", "few")
+    uses += [("*bf16", _narrow(cuts_of(kind, capability)), kind in few) for kind in tiled]
+    uses.append(("*fp16", _narrow(cuts_of("few", capability)), True))
+    for dtype, cuts, early in uses:
+        early = early and pdl
         first = {"y": dtype, "residual": dtype, "weights": dtype, **tables, "form": "*i32", "inner": "*fp32"}
         first |= {**sizes, "residual_stride": "i32:16"}
-        if cuts.shrink_rows > 1:
-            constants = _down_constants(cuts, 4096, pdl, early)
+        second = {"y": dtype, "weights": dtype, **tables, "scale": "*fp32", "form": "*i32", "inner": "*fp32", **sizes}
+        if isinstance(cuts, Rows):
+            constants, shares = _rows_constants(cuts, pdl, early), 1
+            yield Specimen(_down_rows, first | dict.fromkeys(constants, "constexpr"), constants, cuts.down_warps)
+            warps, stages = cuts.up_warps, 1
+        else:
+            constants, shares = _down_constants(cuts, 4096, pdl, early), cuts.steps(4096)[1]
             signature = first | dict.fromkeys(constants, "constexpr")
             yield Specimen(_down, signature, constants, cuts.shrink_warps, cuts.shrink_stages)
-        else:
-            for down in (ROWS[4],) if kind == "one" else (ROWS[32], ROWS[256]):
-                constants = _rows_constants(down, pdl, early)
-                yield Specimen(_down_rows, first | dict.fromkeys(constants, "constexpr"), constants, down.num_warps)
-        shares = 1 if cuts.shrink_rows == 1 else cuts.steps(4096)[1]
+            warps, stages = cuts.expand_warps, cuts.expand_stages
         constants = _up_constants(cuts, shares, pdl, early)
-        signature = {"y": dtype, "weights": dtype, **tables, "scale": "*fp32", "form": "*i32", "inner": "*fp32"}
-        signature |= {**sizes, **dict.fromkeys(constants, "constexpr")}
-        yield Specimen(_up, signature, constants, cuts.expand_warps, cuts.expand_stages)
+        yield Specimen(_up, second | dict.fromkeys(constants, "constexpr"), constants, warps, stages)
