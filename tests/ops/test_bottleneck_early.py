@@ -37,6 +37,7 @@ def test_no_program_of_the_second_launch_leaves_or_writes_before_the_first_has_e
         ways_out = ptx.split("ret;")[:-1]
         assert ways_out and all(WAIT in way for way in ways_out)
         assert "st.global" not in ptx.partition(WAIT)[0]
+        assert "ld.global.cg" in ptx, "y past L1"
 
 
 class Chain:

@@ -6,7 +6,7 @@ Where each row is a tile of its own, a program of `_down_rows` has whole rows of
 complete; otherwise one of `_down` has a share of the features of a tile.
 """
 # pyright: reportCallIssue=false, reportMissingParameterType=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportPossiblyUnbound=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -347,7 +347,8 @@ def _update(
     mask = inside[:, None] & (tl.arange(0, BLOCK_M) < count)[None, :]
     up = weights + width.to(tl.int64) * hidden
     up_RN = _up_rows(up, r, n, width, hidden)
-    value = tl.load(y + n[:, None], mask=mask, other=0.0)
+    # a kernel that begins early may find an older y in L1
+    value = tl.load(y + n[:, None], mask=mask, other=0.0, cache_modifier=".cg" if EARLY else "")
     bias = tl.load(up + width.to(tl.int64) * hidden + n, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
