@@ -27,7 +27,14 @@ def embedding(token_T: Tensor, weight_VH: Tensor) -> None:
     _tensor("weight_VH", weight_VH, (None, None), FLOATS)
 
 
-def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, deterministic: bool = False) -> None:
+def linear(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None = None,
+    *,
+    adapted: bool = False,
+    deterministic: bool = False,
+) -> None:
     _tensor("x_TI", x_TI, (None, None), FLOATS)
     _tensor("weight_OI", weight_OI, (None, x_TI.shape[1]), (x_TI.dtype,), x_TI)
     if bias_O is not None:

@@ -331,6 +331,11 @@ class Runner:
         crowd = min(self._num_slots, self._max_requests)
         for slots in (range(crowd), (0, *range(crowd - 1))):  # one more row than adapters: another kind, the head's too
             steps.append(self._scratch_chunks([min(self._max_tokens, 256) // crowd] * crowd, slots))
+        some = min(28, crowd)
+        for lengths in ([1], [9], [1] * min(5, crowd), [64 - 2 * (some - 1), *[2] * (some - 1)]):
+            # up to 64 rows adapters' kernels run beside the product, and behind it where there are more
+            steps.append(self._scratch_chunks(lengths, range(some)))
+            steps.append(self._scratch_chunks([*lengths, 65], [*range(len(lengths)), -1]))
         for chunks, extras in product(steps, (_BARE, _LORA, _ALL)):
             if extras is _BARE:
                 chunks = [chunk._replace(slot=-1) for chunk in chunks]

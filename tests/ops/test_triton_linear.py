@@ -121,7 +121,8 @@ def test_many_outputs_are_the_kernels_for_more_rows(
 ) -> None:
     monkeypatch.setattr(module, "_WIDE", 64)
     x, weight = drawn(64, 64, 40, torch.float16)
-    assert module._takes(x, weight) and not module._takes(x, weight[:56])
+    assert module._takes(x, weight, False) and not module._takes(x, weight[:56], False)
+    assert module._takes(x, weight[:56], True), "an update that follows runs beside the kernel"
     check(module.linear, assert_near, x, weight)
 
 

@@ -74,7 +74,7 @@ CONFIGS: Mapping[tuple[Kind, int], Config] = MappingProxyType(
         ("long", 80): Config(64, 64, 4, 16, 4, 3, 64, 128, 32, 4, 2, together=True),
         ("deep", 80): Config(64, 64, 4, 16, 4, 3, 64, 128, 32, 4, 2, together=True),
         ("steady", 80): Config(16, 256, 8, 16, 4, 3, 16, 256, 16, 4, 2),
-        ("one", 90): Config(1, 256, 16, 64, 4, 1, 1, 128, 64, 4, 1),
+        ("one", 90): Config(1, 256, 16, 64, 4, 1, 1, 64, 64, 4, 1),
         ("each", 90): Config(1, 512, 8, 16, 4, 1, 1, 512, 16, 2, 1),
         ("group", 90): Config(16, 256, 16, 64, 4, 2, 8, 256, 32, 8, 1),
         ("few", 90): Config(16, 512, 8, 16, 4, 2, 8, 256, 32, 4, 2),
@@ -96,6 +96,7 @@ BESIDE: Mapping[Kind, Config] = MappingProxyType(
         "group": Config(16, 256, 8, 16, 4, 1, 8, 128, 32, 4, 1),
         "few": Config(16, 256, 8, 16, 4, 1, 8, 256, 32, 4, 2),
         "wide": Config(16, 256, 8, 16, 4, 1, 16, 128, 32, 4, 3, blocks=4),
+        "crowd": Config(16, 128, 8, 16, 2, 1, 8, 512, 16, 4, 1),
     }
 )
 """Kind → cuts of a LoRA whose kernels run, or wait, beside the product, from compute capability 9.0 on: within the
@@ -194,8 +195,8 @@ def override(cuts: Config) -> Iterator[None]:
 @triton.jit
 def locate(start, slot, tile, num_rows, num_segments, BLOCK_M: tl.constexpr):
     """A tile's slot, first entry of `row_X` and number of rows, which is 0 or less where there is none."""
-    segment = tile  # what the search comes to where every start[g] is below BLOCK_M
-    if num_rows >= BLOCK_M:
+    segment = tl.where(num_segments == 1, 0, tile)  # the tile where every start[g] is below BLOCK_M
+    if (num_rows >= BLOCK_M) & (num_segments > 1):
         segment = -1
         for g0 in range(0, num_segments, 128):
             g = g0 + tl.arange(0, 128)

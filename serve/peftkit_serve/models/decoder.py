@@ -160,10 +160,11 @@ class Decoder:
         out_features: tuple[int, ...],
     ) -> Tensor:
         """A frozen product, and on top the updates of the adapted rows where `tables` is given."""
-        y_TO = product(x_TI, weight_OI, bias_O, deterministic=self._deterministic)
-        if tables is None or batch.segments is None:
+        rows = None if tables is None else batch.segments
+        y_TO = product(x_TI, weight_OI, bias_O, adapted=rows is not None, deterministic=self._deterministic)
+        if tables is None or rows is None:
             return y_TO
-        return self._add_lora(y_TO, x_TI, batch.segments, tables, out_features)
+        return self._add_lora(y_TO, x_TI, rows, tables, out_features)
 
     def _add_lora(
         self, y_TO: Tensor, x_TI: Tensor, rows: Segments, tables: LoraTables, out_features: tuple[int, ...]
