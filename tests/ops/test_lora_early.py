@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="Triton is made for Linux only, where the t
 from peftkit_kernels import grouped, grouped_lora, linear, rms_norm
 from peftkit_kernels.triton import lora, segmented
 from peftkit_kernels.triton.compile import translated
+from peftkit_kernels.triton.dependent import MAX_ROWS
 
 WAIT = "griddepcontrol.wait"
 RANK = 16
@@ -91,7 +92,7 @@ class Chain:
         h = self.x
         for norm, base, weight, arguments in self.layers:
             h = rms_norm(h, norm, 1e-5)[0]
-            h = grouped_lora(linear(h, base), h, weight, *arguments, x_settled=x_settled)
+            h = grouped_lora(linear(h, base, adapted=True), h, weight, *arguments, x_settled=x_settled)
         return h
 
     def graph(self, *, x_settled: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
@@ -103,13 +104,16 @@ class Chain:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "adapters"), [(1, 1), (4, 2), (8, 8), (16, 3), (32, 8), (32, 32), (32, 26), (33, 2)])
+@pytest.mark.parametrize(
+    ("rows", "adapters"),
+    [(1, 1), (4, 2), (8, 8), (16, 3), (32, 8), (32, 32), (32, 26), (50, 9), (64, 40), (64, 64), (65, 2)],
+)
 def test_a_graph_with_shrink_beside_the_product_has_the_bits_of_one_after_another(
     seed: int, rows: int, adapters: int
 ) -> None:
     chain, cuts = Chain(rows, adapters), segmented.BESIDE.get(segmented.kind_of("lora", rows, adapters))
     graph, y = chain.graph(x_settled=True)
-    with nullcontext() if cuts is None or rows > 32 else segmented.override(cuts):
+    with nullcontext() if cuts is None or rows > MAX_ROWS else segmented.override(cuts):
         one_by_one, wanted = chain.graph(x_settled=False)
     for _ in range(20):
         chain.x.copy_(torch.randn_like(chain.x))
