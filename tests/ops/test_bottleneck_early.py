@@ -74,7 +74,7 @@ class Chain:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "adapters"), [(1, 1), (4, 2), (8, 8), (16, 3), (32, 32), (33, 33)])
+@pytest.mark.parametrize(("rows", "adapters"), [(1, 1), (4, 2), (8, 8), (16, 3), (32, 32), (64, 64), (65, 65)])
 def test_a_graph_of_early_launches_has_the_bits_of_one_after_another(seed: int, rows: int, adapters: int) -> None:
     chain = Chain(rows, adapters)
     chain.run(in_turn=True)

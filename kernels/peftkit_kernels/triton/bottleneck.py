@@ -436,7 +436,8 @@ def specimens(capability: int) -> Iterator[Specimen]:
     tables = {"row": "*i64", "start": "*i32", "slot": "*i32", "offset": "*i64", "width": "*i32"}
     sizes = {"num_rows": "i32", "num_segments": "i32", "hidden": "i32:16", "room": "i32:16", "y_stride": "i32:16"}
     pdl = capability >= 90
-    uses: list[tuple[str, Config | Rows, bool]] = [("*bf16", cuts, most <= 32) for most, cuts in ROWS.items()]
+    uses: list[tuple[str, Config | Rows, bool]] = [("*bf16", cuts, True) for cuts in ROWS.values()]
+    uses.append(("*bf16", ROWS[256], False))
     tiled = [kind for kind in kinds if cuts_of(kind, capability).shrink_rows > 1]
     few = ("group", "few")
     uses += [("*bf16", _narrow(cuts_of(kind, capability)), kind in few) for kind in tiled]
