@@ -332,7 +332,7 @@ class Runner:
         for slots in (range(crowd), (0, *range(crowd - 1))):  # one more row than adapters: another kind, the head's too
             steps.append(self._scratch_chunks([min(self._max_tokens, 256) // crowd] * crowd, slots))
         some = min(28, crowd)
-        for lengths in ([1], [9], [1] * min(5, crowd), [64 - 2 * (some - 1), *[2] * (some - 1)]):
+        for lengths in ([1], [9], [1] * min(5, crowd), [2] * min(5, crowd), [64 - 2 * (some - 1), *[2] * (some - 1)]):
             # up to 64 rows adapters' kernels run beside the product, and behind it where there are more
             steps.append(self._scratch_chunks(lengths, range(some)))
             steps.append(self._scratch_chunks([*lengths, 65], [*range(len(lengths)), -1]))

@@ -82,10 +82,12 @@ def test_longer_sequences_fit_the_more_is_computed_again() -> None:
     assert list(tokens) == ["none", "selective", "full", "offload"]
     for lengths in tokens.values():
         assert list(lengths.values()) == sorted(lengths.values()) and lengths[24] > 0
-    assert tokens["none"][24] < tokens["selective"][24] < tokens["full"][24] == tokens["offload"][24]
+    assert tokens["none"][24] < tokens["selective"][24] < tokens["full"][24]
+    # without a GPU nothing is offloaded; what a rehearsal takes is read off the process, to a few pages
+    assert tokens["offload"][24] == pytest.approx(tokens["full"][24], rel=0.01)
     for line in lines:
         for gb, length in line["tokens"].items():
-            room = 0.96 * (gb - 0.9) * 1e9  # without the driver's part and the allocator's gaps
+            room = 0.91 * (gb - 0.9) * 1e9  # without the driver's part and the allocator's gaps
             free = room - line["bytes"] - line["bytes_a_token"] * length
             assert -1e-5 * room <= free < 257 * line["bytes_a_token"]
     assert len(train_longest.rows(lines)) == 4

@@ -111,7 +111,10 @@ class Chain:
 def test_a_graph_with_shrink_beside_the_product_has_the_bits_of_one_after_another(
     seed: int, rows: int, adapters: int
 ) -> None:
-    chain, cuts = Chain(rows, adapters), segmented.BESIDE.get(segmented.kind_of("lora", rows, adapters))
+    chain, cuts = (
+        Chain(rows, adapters),
+        segmented.BESIDE.get(segmented.kind_of("lora", rows, adapters, beside=rows <= MAX_ROWS)),
+    )
     graph, y = chain.graph(x_settled=True)
     with nullcontext() if cuts is None or rows > MAX_ROWS else segmented.override(cuts):
         one_by_one, wanted = chain.graph(x_settled=False)

@@ -73,6 +73,8 @@ CONFIGS: Mapping[tuple[Kind, int], Config] = MappingProxyType(
 
 _OVERRIDE: ContextVar[Config | None] = ContextVar("attention config", default=None)
 _COUNTERS = 1 << 16
+_MAX_EARLY = 32
+"""Rows of a decode step that begins early: many long ones took a third longer so, one call behind the other."""
 
 
 def candidates(kind: Kind) -> list[Config]:
@@ -197,7 +199,7 @@ def _decode(batch: _Batch, *, each_row: bool) -> None:
     few = rows * batch.num_kv < 2 * multiprocessors_of(batch.q.device)
     config = batch.config("few" if few else "decode")
     shares = batch.num_shares(rows, config) if rows * batch.num_kv <= _COUNTERS else 1
-    dependent = each_row and begins_early(batch.q.device, rows)
+    dependent = each_row and rows <= _MAX_EARLY and begins_early(batch.q.device, rows)
     constants = _decode_constants(batch.constants, config, each_row, dependent)
     _launch_decode(
         (batch.num_kv, rows, shares),

@@ -72,8 +72,9 @@ def grouped_lora(
     assert all(table.is_contiguous() for table in tables), "tables are contiguous"
     num_projections, features = len(out_features), x_TI.shape[1]
     columns = sum(out_features) / features
-    kind = kind_of("lora", num_rows, num_segments, deterministic, columns)
-    early = x_settled and kind in BESIDE and begins_early(y_TO.device, max(num_rows, y_TO.shape[0]))
+    early = x_settled and begins_early(y_TO.device, max(num_rows, y_TO.shape[0]))
+    kind = kind_of("lora", num_rows, num_segments, deterministic, columns, beside=early)
+    early = early and kind in BESIDE
     cuts = _config(kind, y_TO.device, beside=early)
     if cuts.shrink_rows == 1 and columns >= 4:  # fewer shares, as each of the many programs of expand adds all up
         cuts = replace(cuts, splits=max(1, cuts.splits // 2))

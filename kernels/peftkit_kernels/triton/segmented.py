@@ -92,7 +92,7 @@ CONFIGS: Mapping[tuple[Kind, int], Config] = MappingProxyType(
 
 BESIDE: Mapping[Kind, Config] = MappingProxyType(
     {
-        "each": Config(1, 512, 4, 16, 4, 1, 1, 512, 16, 2, 1),
+        "each": Config(1, 512, 8, 16, 4, 1, 1, 512, 16, 2, 1),
         "group": Config(16, 256, 8, 16, 4, 1, 8, 128, 32, 4, 1),
         "few": Config(16, 256, 8, 16, 4, 1, 8, 256, 32, 4, 2),
         "wide": Config(16, 256, 8, 16, 4, 1, 16, 128, 32, 4, 3, blocks=4),
@@ -140,11 +140,17 @@ def tiles_of(num_rows: int, num_segments: int, rows: int) -> int:
 
 
 def kind_of(
-    operation: Operation, num_rows: int, num_segments: int, deterministic: bool = False, columns: float = 1.0
+    operation: Operation,
+    num_rows: int,
+    num_segments: int,
+    deterministic: bool = False,
+    columns: float = 1.0,
+    *,
+    beside: bool = False,
 ) -> Kind:
     """The kind of a call, from shapes alone: a replayed graph has the cuts it was captured with.
 
-    columns: of y, for each feature of x.
+    columns: of y, for each feature of x. beside: its kernels may run beside the product.
     """
     if deterministic:
         return "steady"
@@ -152,7 +158,7 @@ def kind_of(
         if operation == "bottleneck":
             return "some" if num_rows <= 1024 else "many"
         return "walk" if num_rows <= 1024 else "long" if columns > 0.5 else "deep"
-    if num_rows <= num_segments and num_rows > 4:
+    if num_rows <= num_segments * (2 if beside else 1) and num_rows > 4:
         return "each"
     if num_rows <= num_segments and operation == "bottleneck":  # a LoRA is quicker with tensor cores, as measured
         return "one"
