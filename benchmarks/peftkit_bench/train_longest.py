@@ -25,8 +25,8 @@ _LEVELS = (Recompute(), Recompute("selective"), Recompute("full"), Recompute("of
 _DRIVER_BYTES = 0.9e9
 """What the driver keeps for a process, kernels' code among it: 0.89 GB on an H200, and taken for any card's."""
 _GAPS = 0.09
-"""Share of the rest that is allowed for what torch's allocator can't give, free pieces between blocks in use: on an H200
-a trial ended with 1.63 of 21.5 GiB in such pieces, where 0.96 more GiB than were left were wanted."""
+"""Share of the rest that is allowed for what torch's allocator can't give, free pieces between blocks in use: where a
+trial on an H200 ran out of memory, 1.6 of 21.5 GiB were such pieces."""
 _LENGTHS = (4096, 8192)
 _WHOLE = 256
 """Lengths are multiples of it."""
