@@ -325,7 +325,13 @@ def _expand_constants(
 def _walk_constants(cuts: Config, out_features: tuple[int, ...], shares: int, pdl: bool) -> dict[str, object]:
     constants = _expand_constants(cuts, out_features, shares, pdl, early=False)
     del constants["PADDED"], constants["EARLY"], constants["PDL"]
-    return {**constants, "STEP_N": min(cuts.block_n, 64), "STAGES": cuts.expand_stages, "PDL": pdl}
+    return {
+        **constants,
+        "STEP_N": min(cuts.block_n, 64),
+        "STAGES": cuts.expand_stages,
+        "PDL": pdl,
+        "SENDS": pdl and cuts.sends,
+    }
 
 
 _launch_shrink, _launch_expand, _launch_walk = Again(_shrink), Again(_expand), Again(expand_walk)

@@ -14,7 +14,7 @@ def expand_walk(
     y, weights, row, start, slot, offset_b, rank, scale, offset_c, inner, num_rows, num_segments, num_slots, y_stride,
     blocks, OUT: tl.constexpr, PROJECTIONS: tl.constexpr, MAX_RANK: tl.constexpr, SHARES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STEP_N: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr, SENDS: tl.constexpr,
 ):  # fmt: skip
     """`blocks` blocks of BLOCK_N columns of one projection for one tile."""
     s, first, count = locate(start, slot, tl.program_id(0), num_rows, num_segments, BLOCK_M)
@@ -32,11 +32,12 @@ def expand_walk(
     y += column + rows[:, None] * y_stride
     n0 = walk * (BLOCK_N * blocks)
     blocks = tl.minimum(blocks, tl.cdiv(out - n0, BLOCK_N))
-    if PDL:
+    if SENDS:
         n = n0 + tl.arange(0, BLOCK_N // 32) * 64  # a line of 128 bytes in half precision
         k, inside = tl.arange(0, 16), (n < out)[None, :]
         _fetch(y + n[None, :], (m < count)[:, None] & inside)
         _fetch(weights + offset + k[:, None] * out + n[None, :], (k < r)[:, None] & inside)
+    if PDL:
         gdc_wait()
     inner += first.to(tl.int64) * (PROJECTIONS * MAX_RANK) + p * MAX_RANK
     share_stride = num_rows.to(tl.int64) * (PROJECTIONS * MAX_RANK)

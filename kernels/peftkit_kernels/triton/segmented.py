@@ -51,6 +51,8 @@ class Config:
     expand_stages: int
     blocks: int = 0
     """Most blocks of columns that a program of a LoRA's expand walks over; 0 for a program a block."""
+    sends: bool = False
+    """Whether a walk sends for its first blocks of y and B before shrink has ended."""
     together: bool = False
     """Whether a program of shrink has all projections, so that their input is read once."""
 
@@ -78,12 +80,12 @@ CONFIGS: Mapping[tuple[Kind, int], Config] = MappingProxyType(
         ("each", 90): Config(1, 512, 8, 16, 4, 1, 1, 512, 16, 2, 1),
         ("group", 90): Config(16, 256, 16, 64, 4, 2, 8, 256, 32, 8, 1),
         ("few", 90): Config(16, 512, 8, 16, 4, 2, 8, 256, 32, 4, 2),
-        ("wide", 90): Config(16, 512, 8, 16, 4, 2, 16, 128, 32, 4, 3, blocks=4),
+        ("wide", 90): Config(16, 512, 8, 16, 4, 2, 16, 128, 32, 4, 3, blocks=4, sends=True),
         ("crowd", 90): Config(16, 128, 8, 16, 2, 1, 8, 512, 16, 4, 1),
         ("some", 90): Config(32, 128, 4, 16, 4, 3, 32, 128, 16, 4, 1, together=True),
         ("many", 90): Config(64, 64, 4, 16, 4, 4, 32, 128, 16, 4, 1, together=True),
-        ("walk", 90): Config(32, 128, 4, 16, 4, 3, 32, 128, 32, 4, 3, together=True, blocks=4),
-        ("long", 90): Config(32, 128, 4, 16, 4, 3, 32, 128, 32, 4, 3, together=True, blocks=16),
+        ("walk", 90): Config(32, 128, 4, 16, 4, 3, 32, 128, 32, 4, 3, together=True, blocks=4, sends=True),
+        ("long", 90): Config(32, 128, 4, 16, 4, 4, 32, 128, 32, 4, 3, together=True, blocks=16),
         ("deep", 90): Config(64, 128, 8, 16, 4, 3, 32, 128, 32, 4, 3, together=True, blocks=16),
         ("steady", 90): Config(16, 256, 8, 16, 4, 3, 16, 256, 16, 4, 2),
     }
@@ -95,7 +97,7 @@ BESIDE: Mapping[Kind, Config] = MappingProxyType(
         "each": Config(1, 512, 8, 16, 4, 1, 1, 512, 16, 2, 1),
         "group": Config(16, 256, 8, 16, 4, 1, 8, 128, 32, 4, 1),
         "few": Config(16, 256, 8, 16, 4, 1, 8, 256, 32, 4, 2),
-        "wide": Config(16, 256, 8, 16, 4, 1, 16, 128, 32, 4, 3, blocks=4),
+        "wide": Config(16, 256, 8, 16, 4, 1, 16, 128, 32, 4, 3, blocks=4, sends=True),
         "crowd": Config(16, 128, 8, 16, 2, 1, 8, 512, 16, 4, 1),
     }
 )
@@ -104,7 +106,13 @@ BESIDE: Mapping[Kind, Config] = MappingProxyType(
 
 _ROWS = ((16, 256, 16, 64, 4, 2), (16, 512, 8, 16, 4, 2), (16, 64, 4, 16, 2, 4), (16, 128, 8, 16, 2, 1))
 _COLUMNS = ((8, 256, 32, 8, 1), (8, 256, 32, 4, 2), (8, 512, 16, 4, 1), (8, 128, 16, 4, 1), (16, 256, 16, 4, 1))
-_SHARES = ((32, 128, 4, 16, 4, 3), (32, 128, 8, 16, 4, 3), (64, 64, 4, 16, 4, 4), (64, 128, 8, 16, 4, 3))
+_SHARES = (
+    (32, 128, 4, 16, 4, 3),
+    (32, 128, 4, 16, 4, 4),
+    (32, 128, 8, 16, 4, 3),
+    (64, 64, 4, 16, 4, 4),
+    (64, 128, 8, 16, 4, 3),
+)
 _TILES = ((16, 256, 16, 4, 1), (32, 128, 16, 4, 1), (32, 256, 16, 8, 1), (64, 64, 16, 4, 1), (64, 128, 16, 8, 1))
 _WALKS = ((32, 128, 32, 4, 3, 4), (32, 128, 32, 4, 3, 16), (64, 128, 32, 4, 3, 16), (64, 64, 32, 4, 3, 16))
 _WORTH_TIMING: Mapping[Kind, tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]] = MappingProxyType(
@@ -183,9 +191,9 @@ def config(kind: Kind, device: torch.device, *, beside: bool = False) -> Config:
 
 def candidates(kind: Kind) -> Iterator[Config]:
     """Cuts worth timing: each of shrink beside each of expand."""
-    together = cuts_of(kind, 90).together
+    table = cuts_of(kind, 90)
     for shrink, expand in product(*_WORTH_TIMING[kind]):
-        yield Config(*shrink, *expand, together=together)
+        yield Config(*shrink, *expand, sends=table.sends, together=table.together)
 
 
 @contextmanager
