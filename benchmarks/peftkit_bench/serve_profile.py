@@ -17,7 +17,7 @@ from peftkit_bench.serve_fleet import Fleet, Line
 
 GROUPS = (
     ("attention", r"(prefill|decode|steady)_kernel|combine|flash|fmha|sdpa"),
-    ("adapters", r"_(shrink|expand|down|up)|expand_walk"),
+    ("adapters", r"_(shrink|expand|down|down_rows|up)|expand_walk"),
     ("norm, rope, gate", r"_rms_norm|rope_kernel|_gated"),
     ("sampling", r"_(peak|limit|draw)|.*(argmax|softmax|multinomial).*"),
     ("linears", r"(few|wide|\w*parts)_kernel|_(linear|dequantize)|.*(nvjet|gemm|gemv|cutlass|cublas|splitk|xmma).*"),
