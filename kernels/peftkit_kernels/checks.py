@@ -194,6 +194,7 @@ def nf4_dequantize_joined(
         raise ValueError(f"{lengths} codes, scales and rows: those of {JOINED[0]} to {JOINED[-1]} matrices are wanted")
     for code_X, absmax_B, absmax_code, absmax_scale, absmax_offset, num_rows in zip(*tables, strict=True):
         nf4_dequantize(code_X, absmax_B, absmax_code, absmax_scale, absmax_offset, (num_rows, columns), dtype)
+        _tensor("absmax_offset", absmax_offset, (), FLOAT32, code_X)
         if num_rows * columns % NF4_JOINED_ELEMENTS:
             raise ValueError(f"a matrix of {num_rows} × {columns}: a multiple of {NF4_JOINED_ELEMENTS} is wanted")
 

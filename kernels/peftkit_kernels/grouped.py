@@ -55,8 +55,9 @@ def grouped_lora(
     weights: one flat buffer in x's dtype. row_X: int64, all different. segment_start_G1: int32, from 0 to X, ascending
     (equal neighbours: an empty segment). segment_slot_G: int32. offset_a_PS, offset_b_PS, offset_c_PS: int64, in
     elements. rank_PS: int32. scale_PS: float32. `sum(out_features) == O`. Returns y_TO.
-    x_settled: a promise that x and the weights were complete before the kernel that was launched last on this stream
-    began, as they are after the product that y is. On a GPU the update then begins while that kernel still runs.
+    x_settled: a promise that x, the weights and all tables were complete before the kernel that was launched last on
+    this stream began, and that it is no other `grouped_lora`'s, as after the product that y is. On a GPU the update
+    then begins while that kernel still runs.
     """
     starts, slots = segment_start_G1.tolist(), segment_slot_G.tolist()
     offsets_a, offsets_b, ranks, scales = (table.tolist() for table in (offset_a_PS, offset_b_PS, rank_PS, scale_PS))

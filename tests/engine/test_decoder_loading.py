@@ -122,6 +122,11 @@ def test_ends_of_sequence_come_from_the_generation_config_first(write_config: Ca
             "layer_types has chunked_attention, which can't be served; full_attention, sliding_attention can",
         ),
         ({"hidden_size": "wide"}, "hidden_size"),
+        (
+            {"num_attention_heads": 4, "num_key_value_heads": 3},
+            "num_attention_heads is 4: a multiple of num_key_value_heads, 3, is wanted",
+        ),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0: at least 1, or null, is wanted"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(

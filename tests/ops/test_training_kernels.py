@@ -183,6 +183,10 @@ def test_matrices_that_are_not_dequantised_together_are_refused() -> None:
     for rows, columns, message in (((64,) * 4, 64, "1 to 3 matrices"), ((64, 32), 64, "32 × 64: a multiple of 4096")):
         with pytest.raises(ValueError, match=message):
             ops.nf4_dequantize_joined(*matrices(rows, columns, "cpu"), rows, columns, torch.float32)
+    *quantised, offsets = matrices((64, 64), 64, "cpu")
+    with pytest.raises(ValueError, match="absmax_offset has shape"):  # one for each nested scale is a product's alone
+        apart = tuple(one.expand(scales.shape) for one, scales in zip(offsets, quantised[-1], strict=True))
+        ops.nf4_dequantize_joined(*quantised, apart, (64, 64), 64, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", SMALL, ids=str)

@@ -1,7 +1,8 @@
 """Programmatic dependent launch: on compute capability 9.0 and above a kernel begins while the one before it runs.
 
-A kernel that is launched so calls `wait_turn` before it reads or writes anything. Before that it may compute, and give
-hints to the cache, which change no result whoever writes what. Every program calls it, early returns included, so that
+A kernel that is launched so calls `wait_turn` before it reads or writes what another kernel of a step writes or reads.
+Before that it may compute, load what is constant, and give hints to the cache. A LoRA's shrink beside its product has
+rules of its own (`lora`). Every program calls it, early returns included, so that
 the end of a kernel is the end of all before it, also for the next one, which may have begun long before.
 """
 # pyright: reportMissingParameterType=false

@@ -182,26 +182,32 @@ def nf4_linear(
     y_TO = torch.empty(num_rows, out_features, dtype=x_TI.dtype, device=x_TI.device)
     if not y_TO.numel():
         return y_TO
-    quantised = tuple(t.contiguous() for t in (code_X, absmax_B, absmax_code, absmax_scale, absmax_offset))
+    given = (code_X, absmax_B, absmax_code, absmax_scale, absmax_offset)
+    quantised = tuple(t.contiguous() for t in given)
     config = None if deterministic else _few(num_rows, out_features, in_features, x_TI)
     if config is None:
         _in_parts(x_TI, quantised, bias_O, y_TO, deterministic)
     else:
-        _in_steps(x_TI, quantised, bias_O, y_TO, config)
+        _in_steps(x_TI, quantised, bias_O, y_TO, config, constant=all(t.is_contiguous() for t in given))
     return y_TO
 
 
-def _in_steps(x_TI: Tensor, quantised: Sequence[Tensor], bias_O: Tensor | None, y_TO: Tensor, config: Few) -> None:
+def _in_steps(
+    x_TI: Tensor, quantised: Sequence[Tensor], bias_O: Tensor | None, y_TO: Tensor, config: Few, *, constant: bool
+) -> None:
     """Programs that stay, with an even share of the steps each; a tile that several had a share of is added up in order
-    by the one that finishes it."""
+    by the one that finishes it.
+
+    constant: no kernel has just written the quantised weights, so that they may be read before the kernel's turn.
+    """
     num_rows, out_features = y_TO.shape
     in_features, device = x_TI.shape[1], x_TI.device
     code_X, absmax_B, *others = quantised
     if absmax_B.data_ptr() % 4:  # scales are read up to four at a time
-        absmax_B = absmax_B.clone()
+        absmax_B, constant = absmax_B.clone(), False
     x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
     row_tiles, num_tiles, num_programs, most = _cut(config, num_rows, out_features, in_features, device)
-    dependent = x_TI.is_cuda and has_dependents(device)
+    dependent = constant and x_TI.is_cuda and has_dependents(device)
     num_sums = 2 * num_programs * config.rows * _outs(config) if most else 0
     sums = torch.empty(num_sums, dtype=torch.float32, device=device)
     (few_kernel if config.span else wide_kernel)[(num_programs,)](

@@ -101,13 +101,18 @@ def read_spec(path: Path) -> ModelSpec:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     inv_freq, rope_magnitude = _rope(file, config, head_dim)
     attention_bias = bool(getattr(config, "attention_bias", False))
+    num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
+    if num_heads % num_kv_heads:
+        raise BaseModelError(
+            f"{file}: num_attention_heads is {num_heads}: a multiple of num_key_value_heads, {num_kv_heads}, is wanted"
+        )
     return ModelSpec(
         architecture=ARCHITECTURES[model_type],
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=config.vocab_size,
         max_position=config.max_position_embeddings,
@@ -151,6 +156,8 @@ def _rope(file: Path, config: PretrainedConfig, head_dim: int) -> tuple[tuple[fl
 def _windows(file: Path, config: PretrainedConfig) -> tuple[int | None, ...]:
     if config.model_type == "llama":
         return (None,) * config.num_hidden_layers
+    if config.sliding_window is not None and config.sliding_window < 1:
+        raise BaseModelError(f"{file}: sliding_window is {config.sliding_window}: at least 1, or null, is wanted")
     if config.model_type == "mistral":
         return (config.sliding_window,) * config.num_hidden_layers
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
