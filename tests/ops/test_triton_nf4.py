@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import pairwise
 from types import ModuleType
 
 import pytest
@@ -181,12 +182,21 @@ def test_a_product_takes_the_first_cut_that_suits(
     assert (config and (config.rows, config.span, config.num_warps)) == wanted
 
 
-@pytest.mark.parametrize(("tiles", "depth", "programs"), [(3, 7, 10), (5, 4, 7), (32, 28, 528), (9, 13, 9), (2, 5, 10)])
-def test_no_more_programs_share_a_tile_than_the_last_one_adds_up(tiles: int, depth: int, programs: int) -> None:
-    steps = tiles * depth
-    owner = [next(p for p in range(programs) if step < (p + 1) * steps // programs) for step in range(steps)]
-    sharers = max(len(set(owner[tile * depth : (tile + 1) * depth])) for tile in range(tiles))
-    assert sharers <= min(depth, -(-programs // tiles) + 1)
+@pytest.mark.parametrize("rows", [1, 4, 8, 16, 30])
+@pytest.mark.parametrize("size", [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (1040, 2048)], ids=str)
+def test_no_more_programs_share_a_tile_than_the_last_one_adds_up(
+    interpreter: Interpreter, rows: int, size: tuple[int, int]
+) -> None:
+    module, device = interpreter("nf4"), torch.device("cpu")
+    for config in module.FEW[min(most for most in module.FEW if most >= rows)]:
+        _, tiles, programs, most = module._cut(config, rows, *size, device)
+        depth = module._depth(config, size[1])
+        begins = [number * tiles * depth // programs for number in range(programs + 1)]
+        sharers = [0] * tiles
+        for begin, end in pairwise(begins):
+            for tile in range(begin // depth, -(-end // depth)):
+                sharers[tile] += 1
+        assert max(sharers) <= max(most, 1)
 
 
 @pytest.mark.parametrize("size", [(16, 64), (5, 64), (7, 9)], ids=str)
