@@ -162,7 +162,7 @@ def _read_part(folder: Path, config: PretrainedConfig | None) -> Part:
         method = method.resolved(_own_bottleneck(tensors)[1])
     for name, tensor in tensors.items():
         # a sum is finite only where all is, and several times quicker to have
-        if not torch.isfinite(tensor.sum(dtype=torch.float32)) and not torch.isfinite(tensor).all():
+        if not torch.isfinite(tensor.sum(dtype=torch.float32)) and not torch.isfinite(tensor.double()).all():
             raise AdapterError(f"{folder / TENSOR_FILE}: {name} has values that aren't finite")
     return Part(method, tensors)
 

@@ -341,6 +341,10 @@ def test_one_product_takes_matrices_in_nf4_as_parts_of_one(seed: int, rows: int)
 def test_matrices_in_nf4_stay_apart_where_one_ends_within_a_nested_scale_or_has_other_steps(seed: int) -> None:
     whole, ragged = in_nf4(64, 1.0), in_nf4(33, 1.0)
     assert join_nf4((whole, ragged)) == ((whole, ragged), None)
+    within_a_block = dataclasses.replace(
+        whole, code_X=whole.code_X[:-16]
+    )  # as many scales, but a last one of half a block
+    assert join_nf4((whole, within_a_block)) == ((whole, within_a_block), None)
     other = dataclasses.replace(whole, absmax_code=whole.absmax_code + 1)
     assert join_nf4((whole, other)) == ((whole, other), None)
     assert join_nf4((ragged,)) == ((ragged,), ragged)

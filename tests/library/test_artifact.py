@@ -232,9 +232,13 @@ def test_fields_that_say_nothing_are_read_past(saved: Artifact) -> None:
         ({"layers.1.self_attn.v_proj.lora_A.weight": torch.zeros(2, 31)}, "has shape"),
         ({"layers.1.self_attn.v_proj.lora_A.weight": torch.full((2, 32), float("nan"))}, "aren't finite"),
         ({"layers.1.self_attn.v_proj.lora_A.weight": torch.tensor([[math.inf, -math.inf] * 16] * 2)}, "aren't finite"),
+        (
+            {"layers.1.self_attn.v_proj.lora_A.weight": torch.full((2, 32), math.nan).to(torch.float8_e4m3fn)},
+            "aren't finite|float8",
+        ),
         ({"layers.1.self_attn.v_proj.lora_A.weight": torch.zeros(2, 32, dtype=torch.int8)}, "int8"),
     ],
-    ids=["missing", "stray", "shape", "nan", "inf", "dtype"],
+    ids=["missing", "stray", "shape", "nan", "inf", "nan in 8 bits", "dtype"],
 )
 def test_tensors_that_do_not_fit_are_refused(
     model: PreTrainedModel, saved: Artifact, changes: Any, message: str

@@ -92,7 +92,7 @@ def join_nf4(parts: tuple[Nf4Weight, ...]) -> tuple[tuple[Nf4Weight, ...], Nf4We
     if len(parts) == 1:
         return parts, parts[0]
     first, *others = parts
-    whole = all(part.absmax_B.numel() % _NESTED_BLOCK == 0 for part in parts)
+    whole = all(2 * part.code_X.numel() % (_BLOCK * _NESTED_BLOCK) == 0 for part in parts)
     if not whole or not all(torch.equal(part.absmax_code, first.absmax_code) for part in others):
         return parts, None
     code_X, absmax_B, absmax_scale = (
