@@ -63,9 +63,10 @@ def _profiles(sizes: Sizes) -> list[Case]:
     for adapters, rows in ((0, 1), (1, 1), (0, sizes.rows), (8, sizes.rows), (sizes.rows, sizes.rows)):
         name = f"profile decode adapters={adapters} rows={rows}"
         cases.append(_fleet(name, serve_profile.decode_case, adapters, rows))
-    for adapters in (0, 1, 8):
-        name = f"profile prefill adapters={adapters} tokens={sizes.max_tokens_per_step}"
-        cases.append(_fleet(name, serve_profile.prefill_case, adapters))
+    for tokens in (sizes.prompt, sizes.max_tokens_per_step):
+        for adapters in (0, 1, 8):
+            name = f"profile prefill adapters={adapters} tokens={tokens}"
+            cases.append(_fleet(name, serve_profile.prefill_case, adapters, tokens))
     return cases
 
 

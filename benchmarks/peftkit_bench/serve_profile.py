@@ -62,9 +62,9 @@ def decode_case(fleet: Fleet, adapters: int, rows: int) -> Line:
     return {"case": "profile", "what": "decode", **sizes, **line}
 
 
-def prefill_case(fleet: Fleet, adapters: int) -> Line:
+def prefill_case(fleet: Fleet, adapters: int, tokens: int) -> Line:
     """A step that is all prompts: one, or one for each adapter."""
-    tokens, names = fleet.sizes.max_tokens_per_step, fleet.adapters(RANK_16, adapters)
+    names = fleet.adapters(RANK_16, adapters)
     rows: list[str | None] = [*names] or [None]
 
     def step() -> None:

@@ -104,7 +104,7 @@ class Engine:
     adapter_bytes: memory of these adapters on the device; None takes room for `max_adapters` LoRAs of rank 64 and both
         embeddings, whole, of one.
     deterministic: a request's tokens don't depend on what else is in its batch, at some cost in speed.
-    graphs: steps of generated tokens alone run as CUDA graphs; None does so on a GPU.
+    graphs: steps up to some size run as CUDA graphs; None does so on a GPU.
     overlap: a step starts before the last one's tokens are known to the host; None does so on a GPU.
     prefix_cache: what was computed for an adapter, a tenant and tokens is kept while there is room, for who begins so.
     policy: whose turn it is among waiting requests; None for the order of arrival.

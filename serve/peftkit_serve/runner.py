@@ -24,7 +24,8 @@ from peftkit_serve.budget import (
     free_bytes,
 )
 from peftkit_serve.decode_inputs import DecodeInputs
-from peftkit_serve.graphs import DecodeGraphs
+from peftkit_serve.graphs import StepGraphs
+from peftkit_serve.mixed_inputs import MixedInputs
 from peftkit_serve.models.decoder import Decoder
 from peftkit_serve.models.spec import ModelSpec, read_spec
 from peftkit_serve.models.weights import OpenSource, base_linear, load_weights
@@ -66,7 +67,7 @@ class Runner:
     adapter_bytes: memory of adapters' weights; None takes room for a LoRA of rank 64 in each slot and both embeddings,
         whole, of one, at most a quarter of what is free.
     deterministic: a request's tokens don't depend on what else is in its steps.
-    graphs: steps of single tokens run on padded buffers, on a GPU as CUDA graphs; None does so on a GPU.
+    graphs: steps up to some size run on padded buffers, on a GPU as CUDA graphs; None does so on a GPU.
     source: the base's tensors, where they don't come from its folder.
 
     Raises BaseModelError for a base that can't be served, InputError for a bad number, RunError when the device has too
@@ -113,7 +114,7 @@ class Runner:
         self._inputs = StepInputs(where)
         self._last_token_R = torch.zeros(max_requests, dtype=torch.int64, device=where)
         self._rows: dict[str, int] = {}  # where in them is what a request has drawn in the step before
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         padded = self.on_gpu if graphs is None else graphs
         if self.on_gpu:
             self._allot(0)
@@ -289,11 +290,15 @@ class Runner:
         self.num_pages = self._scratch_page = num_pages
         self._kv = allocate_kv(self.spec, num_pages + 1, self._dtype, self._device)
 
-    def _make_graphs(self, num_layers: int | None = None) -> DecodeGraphs:
-        inputs = DecodeInputs(
-            last_token_R=self._last_token_R, max_pages=pages_for(self._longest), scratch_page=self._scratch_page
+    def _make_graphs(self, num_layers: int | None = None) -> StepGraphs:
+        scratch = self._scratch_page
+        shape = (self._max_requests, pages_for(self._longest))
+        page_NM = torch.full(shape, scratch, dtype=torch.int32, device=self._device)
+        decode = DecodeInputs(last_token_R=self._last_token_R, page_NM=page_NM, scratch_page=scratch)
+        mixed = MixedInputs(
+            last_token_R=self._last_token_R, page_NM=page_NM, scratch_page=scratch, max_tokens=self._max_tokens
         )
-        return DecodeGraphs(inputs, partial(self._logits, num_layers=num_layers), self._device)
+        return StepGraphs(decode, mixed, partial(self._logits, num_layers=num_layers), self._device)
 
     def _measure(self, with_graphs: bool) -> tuple[int, int]:
         """Bytes that the largest step takes, and all graphs, over the scratch page alone."""
@@ -317,6 +322,7 @@ class Runner:
         with compiled_together(self._device):
             self._warm_up(num_layers)
             self._make_graphs(num_layers).warm_up()
+        self._make_graphs(num_layers).warm_up()  # loads them all, which no capture can
         logger.info("kernels are compiled after %.1f s", time.perf_counter() - begun)
 
     @torch.inference_mode()

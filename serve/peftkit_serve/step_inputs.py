@@ -1,7 +1,7 @@
 """A step of any chunks as tensors: one packed row for each new token, chunk after chunk in the plan's order.
 
-All of it is laid out in numpy, staged in one pinned buffer and goes to the device in one copy, for which nobody waits;
-`DecodeInputs` does the same for steps of single tokens, at addresses that never change.
+All of it is laid out in numpy, staged in one pinned buffer and goes to the device in one copy, for which nobody waits.
+`MixedInputs` pads the same to places that never change, `DecodeInputs` has its own way for steps of single tokens.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from torch import Tensor
 from peftkit_kernels import Segments
 from peftkit_serve.batch import Batch
 from peftkit_serve.pages import PAGE_TOKENS
-from peftkit_serve.plan import Chunk
+from peftkit_serve.plan import Chunk, Sample
 from peftkit_serve.sampler import Draws, signed
 
 _ALIGN = 64  # bytes: kernels are compiled for aligned pointers
@@ -100,16 +100,8 @@ _TORCH_DTYPES = {
 
 def _lay_out(chunks: Sequence[Chunk], sources: Sequence[int]) -> dict[str, NDArray[Any]]:
     """Every tensor of the step, by name, as it is on the device."""
-    length_N = np.array([len(chunk.token_ids) for chunk in chunks])
-    assert len(chunks) and length_N.min() >= 1, "a step needs tokens"
-    start_N = np.array([chunk.start for chunk in chunks])
-    cu_N1 = np.concatenate(([0], length_N.cumsum()))
-    num_tokens = int(cu_N1[-1])
-    n_T = np.repeat(np.arange(len(chunks)), length_N)
-    position_T = np.arange(num_tokens) - cu_N1[n_T] + start_N[n_T]
-    page_NM = _block_tables(chunks, start_N + length_N)
-    cell_T = page_NM[n_T, position_T // PAGE_TOKENS].astype(np.int64) * PAGE_TOKENS + position_T % PAGE_TOKENS
-    slot_N = np.array([chunk.slot for chunk in chunks])
+    rows = lay_out_rows(chunks)
+    cu_N1, length_N, slot_N = rows.cu_N1, rows.length_N, rows.slot_N
     # rows whose logits are asked for: a chunk's first ones, that have targets, and its last one if it draws
     num_targets_N = np.array([len(chunk.targets) for chunk in chunks])
     asked_N = num_targets_N + np.array([chunk.sample is not None for chunk in chunks])
@@ -120,20 +112,48 @@ def _lay_out(chunks: Sequence[Chunk], sources: Sequence[int]) -> dict[str, NDArr
     source_N = np.array(sources)
     late_N = np.flatnonzero(source_N >= 0)
     return {
+        **rows.fields,
+        "page": rows.page_NM,
+        "sample_row": sample_row_X,
+        "late_row": cu_N1[late_N + 1] - 1,
+        "late_source": source_N[late_N],
+        **lay_out_segments("segment_", slot_N, length_N, cu_N1[:-1]),
+        **lay_out_segments("sample_segment_", slot_N, asked_N, asked_cu_N1[:-1]),
+        **lay_out_draws([chunk.sample for chunk in chunks if chunk.sample is not None]),
+    }
+
+
+class Rows(NamedTuple):
+    """A step's rows and requests."""
+
+    cu_N1: NDArray[np.int64]
+    length_N: NDArray[np.int64]
+    slot_N: NDArray[np.int64]
+    page_NM: NDArray[np.int32]
+    fields: dict[str, NDArray[Any]]
+    """What goes to the device as it is."""
+
+
+def lay_out_rows(chunks: Sequence[Chunk]) -> Rows:
+    """What doesn't depend on how rows are drawn."""
+    length_N = np.array([len(chunk.token_ids) for chunk in chunks])
+    assert len(chunks) and length_N.min() >= 1, "a step needs tokens"
+    start_N = np.array([chunk.start for chunk in chunks])
+    cu_N1 = np.concatenate(([0], length_N.cumsum()))
+    num_tokens = int(cu_N1[-1])
+    n_T = np.repeat(np.arange(len(chunks)), length_N)
+    position_T = np.arange(num_tokens) - cu_N1[n_T] + start_N[n_T]
+    page_NM = _block_tables(chunks, start_N + length_N)
+    cell_T = page_NM[n_T, position_T // PAGE_TOKENS].astype(np.int64) * PAGE_TOKENS + position_T % PAGE_TOKENS
+    fields: dict[str, NDArray[Any]] = {
         "token": np.fromiter(chain.from_iterable(chunk.token_ids for chunk in chunks), np.int64, num_tokens),
         "position": position_T,
         "cell": cell_T,
         "cu_seqlens": cu_N1.astype(np.int32),
         "context": (start_N + length_N).astype(np.int32),
-        "page": page_NM,
         "num_virtual": np.array([chunk.num_virtual for chunk in chunks], np.int32),
-        "sample_row": sample_row_X,
-        "late_row": cu_N1[late_N + 1] - 1,
-        "late_source": source_N[late_N],
-        **_segments("segment_", slot_N, length_N, cu_N1[:-1]),
-        **_segments("sample_segment_", slot_N, asked_N, asked_cu_N1[:-1]),
-        **_draws(chunks),
     }
+    return Rows(cu_N1, length_N, np.array([chunk.slot for chunk in chunks]), page_NM, fields)
 
 
 def _block_tables(chunks: Sequence[Chunk], end_N: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -148,7 +168,7 @@ def _block_tables(chunks: Sequence[Chunk], end_N: NDArray[np.int64]) -> NDArray[
     return page_NM
 
 
-def _segments(
+def lay_out_segments(
     name: str, slot_N: NDArray[np.int64], count_N: NDArray[np.int64], first_N: NDArray[np.int64]
 ) -> dict[str, NDArray[Any]]:
     """Rows sorted by slot, of chunks that have `count_N` rows from `first_N` on; see `peftkit_kernels.Segments`."""
@@ -164,8 +184,8 @@ def _segments(
     }
 
 
-def _draws(chunks: Sequence[Chunk]) -> dict[str, NDArray[Any]]:
-    samples = [chunk.sample for chunk in chunks if chunk.sample is not None]
+def lay_out_draws(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
+    """The fields of `Draws`, an entry a sample."""
     params = [one.params for one in samples]
     return {
         "temperature": np.array([one.temperature for one in params], np.float32),

@@ -160,7 +160,7 @@ def test_busy_time_counts_overlaps_once_and_long_pauses_apart() -> None:
 
 @pytest.mark.parametrize("what", ["decode", "prefill"])
 def test_a_profile_accounts_for_its_step(fleet: Fleet, what: str) -> None:
-    line = serve_profile.decode_case(fleet, 3, 5) if what == "decode" else serve_profile.prefill_case(fleet, 2)
+    line = serve_profile.decode_case(fleet, 3, 5) if what == "decode" else serve_profile.prefill_case(fleet, 2, 32)
     assert line["busy_ms"] <= line["profiled_ms"] and line["kernels"] > 0 and not fleet.live
     assert sum(line["groups_ms"].values()) <= 1.05 * line["busy_ms"]
     row = serve_tables.profile_rows([{"name": f"profile {what}", **line}])[0]

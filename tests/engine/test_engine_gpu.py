@@ -25,6 +25,7 @@ from peftkit.methods import (
 )
 from peftkit_kernels import dispatch, rms_norm
 from peftkit_serve import Engine, Request, SamplingParams
+from peftkit_serve.mixed_inputs import mixed_buckets
 from peftkit_serve.plan import Chunk, Sample, StepPlan
 
 pytestmark = pytest.mark.gpu
@@ -127,7 +128,9 @@ def test_replayed_graphs_have_the_bits_of_eager_steps_at_every_crossing_of_bucke
     engine = Engine(tiny_base, device="cuda", num_pages=64, max_requests=9, max_adapters=6, deterministic=True)
     runner = engine._runner
     graphs = runner._graphs
-    assert graphs is not None and graphs.num_graphs == len((1, 2, 4, 8, 9)) + 2 * (1 + 1 + 1 + 2 + 3)
+    assert graphs is not None
+    mixed = len(mixed_buckets(512, 9))
+    assert graphs.num_graphs == len((1, 2, 4, 8, 9)) + 2 * (1 + 1 + 1 + 2 + 3) + mixed and mixed > 40
     model = AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.float32)
     packed = [engine.adapters._loader.submit(random_adapter(model, one, tmp_path)).result().weights for one in KINDS]
     pages = rng.sample(range(64), 64)
@@ -135,7 +138,7 @@ def test_replayed_graphs_have_the_bits_of_eager_steps_at_every_crossing_of_bucke
     for table in tables:
         runner.run(StepPlan((Chunk("", tuple(rng.randrange(200) for _ in range(90)), 0, table, -1, 0, None),)))
     loaded: set[int] = set()
-    for step in range(60):
+    for step in range(150):
         for slot in rng.sample(range(6), 2):
             if slot in loaded:
                 runner.memory.free(slot)
@@ -144,10 +147,15 @@ def test_replayed_graphs_have_the_bits_of_eager_steps_at_every_crossing_of_bucke
             loaded ^= {slot}
         count = rng.randrange(1, 10)
         choices = [-1, *loaded] if step % 3 else [-1]
+        longest = rng.choice((1, 1, 9, 30, 80))
+        sizes = [longest, *(rng.randrange(1, longest + 1) for _ in range(count - 1))]
         chunks = [
-            Chunk(str(n), (rng.randrange(200),), rng.randrange(90), tables[n], rng.choice(choices), 0, DRAWN)
-            for n in rng.sample(range(9), count)
-        ]
+            Chunk(
+                str(n), tuple(rng.randrange(200) for _ in range(size)), rng.randrange(96 - size), tables[n],
+                rng.choice(choices), 0, DRAWN,
+            )
+            for n, size in zip(rng.sample(range(9), count), sizes, strict=True)
+        ]  # fmt: skip
         runner.memory.wait_for(one.slot for one in chunks)
         with torch.inference_mode():
             wanted = runner._logits(runner._batch(chunks))

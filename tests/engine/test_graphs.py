@@ -1,4 +1,4 @@
-"""Decode steps on padded buffers: what a CUDA graph replays, run as it is, has the bits of the step without padding."""
+"""Steps on padded buffers: what a CUDA graph replays, run as it is, has the bits of the step without padding."""
 
 import random
 from collections.abc import Callable
@@ -10,9 +10,13 @@ import torch
 
 from peftkit.base import BaseInfo
 from peftkit_serve import Engine, Request, SamplingParams
+from peftkit_serve.adapters.packing import PackedAdapter
+from peftkit_serve.batch import Extras
 from peftkit_serve.decode_inputs import row_buckets, segment_buckets
+from peftkit_serve.mixed_inputs import mixed_buckets
 from peftkit_serve.plan import Chunk, Sample, StepPlan
 from peftkit_serve.runner import Runner
+from peftkit_serve.staging import Bucket
 
 MAX_REQUESTS = 9
 BUCKETS = (1, 2, 4, 8, 9)
@@ -25,11 +29,24 @@ def test_buckets_hold_every_number_of_rows_and_waste_little() -> None:
     assert segment_buckets(64) == (4, 8, 16, 32, 64)
 
 
-class Steps:
-    """A runner whose decode steps are computed both ways, over requests that have some text in the pages."""
+def test_buckets_of_steps_with_prompts_have_more_tokens_than_requests_and_hold_what_they_say() -> None:
+    for max_tokens, max_rows in ((512, 64), (2048, 256), (64, 9), (255, 28), (9, 9), (1, 1), (16, 4)):
+        found = mixed_buckets(max_tokens, max_rows)
+        assert len(set(found)) == len(found) and all(one.num_tokens > one.num_rows for one in found)
+        assert all(one.num_tokens <= min(max_tokens, 1024) and one.num_rows <= max_rows for one in found)
+        assert all(one.num_segments <= one.num_rows for one in found)
+        plain = {one[:2] for one in found}
+        assert {one[:2] for one in found if one.wide} == plain == {one[:2] for one in found if not one.num_segments}
+    assert {one.num_tokens for one in mixed_buckets(512, 64)} == {16, 32, 64, 128, 256, 384, 512}
+    assert {one.num_rows for one in mixed_buckets(512, 64)} == {4, 16, 64}
+    assert not mixed_buckets(1, 1)
 
-    def __init__(self, runner: Runner, rng: random.Random) -> None:
-        self.runner, self.rng = runner, rng
+
+class Steps:
+    """A runner whose steps are computed both ways, over requests that have some text in the pages."""
+
+    def __init__(self, runner: Runner, rng: random.Random, *, exact: bool) -> None:
+        self.runner, self.rng, self.exact = runner, rng, exact
         pages = rng.sample(range(runner.num_pages), runner.num_pages)
         self.tables = [tuple(pages[6 * n : 6 * n + 6]) for n in range(MAX_REQUESTS)]
         self.lengths = [rng.randrange(1, 90) for _ in range(MAX_REQUESTS)]
@@ -39,44 +56,79 @@ class Steps:
             tokens = tuple(rng.randrange(260) for _ in range(length))
             runner.run(StepPlan((Chunk("", tokens, 0, table, -1, 0, None),)))
 
-    def check(self, slots: list[int], requests: list[int]) -> tuple[int, int]:
-        """Computes a step of these requests with these slots both ways; returns its bucket's rows and segments."""
-        params = [SamplingParams(temperature=self.rng.choice((0.0, 1.5)), top_k=self.rng.choice((0, 5))) for _ in slots]
-        chunks = [
-            Chunk(
-                str(n), (self.rng.randrange(260),), self.lengths[n], self.tables[n], slot, 0,
-                Sample(one, self.rng.randrange(2**63), self.rng.randrange(9)),
-            )
-            for n, slot, one in zip(requests, slots, params, strict=True)
-        ]  # fmt: skip
-        graphs, runner = self.runner._graphs, self.runner
+    def check(self, slots: list[int], requests: list[int], counts: list[int] | None = None) -> Bucket:
+        """Computes a step of these requests with these slots both ways; returns its bucket.
+
+        counts: new tokens of each, one by default; of those with more, some draw none.
+        """
+        rng, graphs, runner = self.rng, self.runner._graphs, self.runner
         assert graphs is not None
+        chunks: list[Chunk] = []
+        for n, slot, count in zip(requests, slots, counts or [1] * len(slots), strict=True):
+            params = SamplingParams(temperature=rng.choice((0.0, 1.5)), top_k=rng.choice((0, 5)))
+            sample = Sample(params, rng.randrange(2**63), rng.randrange(9))
+            tokens, start = tuple(rng.randrange(260) for _ in range(count)), min(self.lengths[n], 96 - count)
+            kept = sample if count == 1 or rng.random() < 0.7 else None
+            chunks.append(Chunk(str(n), tokens, start, self.tables[n], slot, 0, kept))
         extras = runner.memory.extras_of(slots)
         assert graphs.takes(chunks, extras)
+        drawing = [row for row, chunk in enumerate(chunks) if chunk.sample is not None]
         with torch.inference_mode():
             wanted = runner._logits(runner._batch(chunks))
             drawn = graphs.run(chunks, extras, [-1] * len(chunks))
-        assert torch.equal(drawn.logits_NV[: len(chunks)], wanted), (requests, slots)
+        found = drawn.logits_NV[drawing]
         assert wanted.isfinite().all()
+        if not self.exact:
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+            return self._moved_on(chunks, extras)
+        assert torch.equal(found, wanted), (requests, slots, counts)
         runner._graphs = None
         tokens = runner.run(StepPlan(tuple(chunks))).tokens
         runner._graphs = graphs
-        assert runner.run(StepPlan(tuple(chunks))).tokens == tokens, (requests, slots)
-        for n in requests:
-            self.lengths[n] = min(self.lengths[n] + self.rng.randrange(2), 95)
-        bucket = graphs._inputs.write(chunks, [-1] * len(chunks))
-        return bucket.num_rows, bucket.num_segments
+        assert runner.run(StepPlan(tuple(chunks))).tokens == tokens and len(tokens) == len(drawing), (requests, slots)
+        return self._moved_on(chunks, extras)
+
+    def _moved_on(self, chunks: list[Chunk], extras: Extras) -> Bucket:
+        """Most requests go on behind these chunks; returns the bucket that they fill."""
+        graphs = self.runner._graphs
+        assert graphs is not None
+        for chunk in chunks:
+            end = chunk.start + len(chunk.token_ids)
+            self.lengths[int(chunk.request_id)] = min(end - self.rng.randrange(2), 95)
+        inputs = graphs._decode if all(len(chunk.token_ids) == 1 for chunk in chunks) else graphs._mixed
+        return inputs.write(chunks, [-1] * len(chunks), wide=extras.bottlenecks or extras.head_lora)
 
 
 @pytest.fixture
 def make_steps(base_folder: Path, seed: int) -> Callable[..., Steps]:
     def make(**settings: Any) -> Steps:
         defaults: dict[str, Any] = {"num_pages": 60, "num_slots": 7, "max_requests": MAX_REQUESTS}
-        base = BaseInfo("tiny", base_folder)
-        runner = Runner(base, device="cpu", deterministic=True, graphs=True, **(defaults | settings))
-        return Steps(runner, random.Random(seed))
+        chosen: dict[str, Any] = defaults | {"deterministic": True} | settings
+        runner = Runner(BaseInfo("tiny", base_folder), device="cpu", graphs=True, **chosen)
+        return Steps(runner, random.Random(seed), exact=chosen["deterministic"])
 
     return make
+
+
+def packed_kinds(engine: Engine, folders: dict[str, Path]) -> list[PackedAdapter]:
+    """All kinds that have weights, packed; the engine is there for its loader."""
+    found = [engine.adapters._loader.submit(folder).result().weights for folder in folders.values()]
+    packed = [weights for weights in found if weights is not None]
+    assert len(packed) == 6
+    return packed
+
+
+def change_hands(steps: Steps, packed: list[PackedAdapter], loaded: set[int]) -> list[int]:
+    """Some slots become free and others get an adapter; returns those that a step's rows may have."""
+    for slot in range(7):
+        if steps.rng.random() < 0.3:
+            if slot in loaded:
+                loaded.remove(slot)
+                steps.runner.memory.free(slot)
+            else:
+                loaded.add(slot)
+                steps.runner.memory.load(slot, steps.rng.choice(packed))
+    return steps.rng.choice(([-1], [-1, *loaded], sorted(loaded) or [-1], [min(loaded, default=-1)]))
 
 
 def test_every_crossing_of_buckets_keeps_the_bits(
@@ -85,32 +137,45 @@ def test_every_crossing_of_buckets_keeps_the_bits(
     every_kind: Callable[..., dict[str, Path]],
     seed: int,
 ) -> None:
-    steps = make_steps()
-    engine = make_engine(max_adapters=2)  # for its loader
-    packed = [
-        weights
-        for folder in every_kind(seed).values()
-        if (weights := engine.adapters._loader.submit(folder).result().weights) is not None
-    ]
-    assert len(packed) == 6
-    seen: set[tuple[int, int]] = set()
-    loaded: set[int] = set()
+    steps, loaded = make_steps(), set[int]()
+    packed = packed_kinds(make_engine(max_adapters=2), every_kind(seed))
+    seen: set[Bucket] = set()
     sizes = [a for one in BUCKETS for other in BUCKETS for a in (one, other)]
     for count in sizes:
-        for slot in range(7):
-            if steps.rng.random() < 0.3:
-                if slot in loaded:
-                    loaded.remove(slot)
-                    steps.runner.memory.free(slot)
-                else:
-                    loaded.add(slot)
-                    steps.runner.memory.load(slot, steps.rng.choice(packed))
+        choices = change_hands(steps, packed, loaded)
         size = count if count < 3 else steps.rng.choice((count, count - 1))
-        choices = steps.rng.choice(([-1], [-1, *loaded], sorted(loaded) or [-1], [min(loaded, default=-1)]))
         slots = [steps.rng.choice(choices) for _ in range(size)]
         seen.add(steps.check(slots, steps.rng.sample(range(MAX_REQUESTS), size)))
-    assert {rows for rows, _ in seen} == set(BUCKETS)
-    assert {0} < {segments for _, segments in seen}
+    assert {one.num_rows for one in seen} == set(BUCKETS) == {one.num_tokens for one in seen}
+    assert {0} < {one.num_segments for one in seen}
+    steps.runner.memory.check_integrity()
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_steps_with_prompts_keep_their_bits_in_every_bucket(
+    make_steps: Callable[..., Steps],
+    make_engine: Callable[..., Engine],
+    every_kind: Callable[..., dict[str, Path]],
+    seed: int,
+    deterministic: bool,
+) -> None:
+    """But for the last ones where products aren't deterministic, as they depend on the number of rows."""
+    steps, loaded = make_steps(max_tokens_per_step=200, deterministic=deterministic), set[int]()
+    packed = packed_kinds(make_engine(max_adapters=2), every_kind(seed))
+    seen: set[Bucket] = set()
+    for number in range(45):
+        choices = change_hands(steps, packed, loaded)
+        size = steps.rng.choice((1, 2, 4, 7, 9))
+        longest = (5, 14, 60, 80)[number % 4]
+        counts = [steps.rng.choice((1, 1, steps.rng.randrange(1, longest))) for _ in range(size)]
+        counts[steps.rng.randrange(size)] = longest
+        while sum(counts) > 200:
+            counts[counts.index(max(counts))] = 2
+        slots = [steps.rng.choice(choices) for _ in range(size)]
+        seen.add(steps.check(slots, steps.rng.sample(range(MAX_REQUESTS), size), counts))
+    assert {one.num_tokens for one in seen} >= {16, 64, 128, 200}
+    assert {one.num_rows for one in seen} == {4, 9} and {one.wide for one in seen} == {True, False}
+    assert {0, 4, 9} == {one.num_segments for one in seen}
     steps.runner.memory.check_integrity()
 
 
@@ -146,13 +211,16 @@ def test_rows_behind_the_requests_write_nowhere_but_in_the_scratch_page(make_ste
         assert new[sorted(written)].isfinite().all()
 
 
-def test_what_has_prompts_scores_or_ends_is_no_step_for_a_graph(make_steps: Callable[..., Steps]) -> None:
-    graphs = make_steps().runner._graphs
+def test_what_is_too_large_or_has_scores_or_ends_is_no_step_for_a_graph(make_steps: Callable[..., Steps]) -> None:
+    graphs = make_steps(max_tokens_per_step=2000).runner._graphs
     assert graphs is not None
     extras = make_steps().runner.memory.extras
     single = Chunk("a", (1,), 0, (0,), -1, 0, None)
     assert graphs.takes([single], extras) and graphs.takes([single], extras._replace(bottlenecks=True, head_lora=True))
-    assert not graphs.takes([single, single._replace(token_ids=(1, 2))], extras)
+    prompt = single._replace(token_ids=(1,) * 1023)
+    assert graphs.takes([single, prompt], extras) and not graphs.takes([single, single, prompt], extras)
+    assert not graphs.takes([single, prompt._replace(targets=(3,))], extras)
+    assert not graphs.takes([single, prompt], extras._replace(ends=True))
     assert not graphs.takes([single._replace(targets=(3,))], extras)
     assert not graphs.takes([single], extras._replace(ends=True))
 
