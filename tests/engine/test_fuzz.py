@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
+from peftkit.errors import InputError
 from peftkit_serve import AsyncEngine, Engine, Request, RequestOutput, SamplingParams
 
 Folder = Callable[..., Path]
@@ -140,8 +141,16 @@ async def serve(traffic: Traffic, seconds: float) -> None:
     engine = AsyncEngine(traffic.engine)
     finished: list[RequestOutput] = []
     left: list[str] = []
+    removed: set[str | None] = set()
 
     async def read(one: Request, leaves_after: int) -> None:
+        try:
+            await read_stream(one, leaves_after)
+        except InputError as error:  # its adapter went between the choice and the call
+            assert "there is no adapter named" in str(error) and one.adapter in removed
+            del traffic.asked[one.request_id]
+
+    async def read_stream(one: Request, leaves_after: int) -> None:
         async with aclosing(engine.generate(one)) as outputs:
             async for output in outputs:
                 if output.finish_reason is not None:
@@ -162,6 +171,7 @@ async def serve(traffic: Traffic, seconds: float) -> None:
             if traffic.content and rng.random() < 0.4:
                 name = rng.choice(list(traffic.content))
                 del traffic.content[name]
+                removed.add(name)
                 await engine.remove_adapter(name)
             elif (found := traffic.free_name()) is not None:
                 await engine.add_adapter(found[0], traffic.folders[found[1]])
