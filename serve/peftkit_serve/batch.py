@@ -9,8 +9,10 @@ from peftkit_kernels import Segments
 
 
 class Extras(NamedTuple):
-    """What adapters have beside LoRA on the linear layers of the decoder: each costs a step launches of its own."""
+    """What adapters have beside LoRA on the linear layers of attention: each costs a step launches of its own."""
 
+    feed_forward: bool
+    """LoRA of gate, up or down."""
     bottlenecks: bool
     head_lora: bool
     """LoRA of the output embedding."""

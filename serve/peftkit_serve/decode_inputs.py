@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from peftkit_kernels import Segments, sort_by_slot
-from peftkit_serve.batch import Batch, Extras
+from peftkit_serve.batch import Batch
 from peftkit_serve.pages import PAGE_TOKENS, pages_for
 from peftkit_serve.plan import Chunk
 from peftkit_serve.request import SamplingParams
 from peftkit_serve.sampler import Draws, is_plain, signed
-from peftkit_serve.staging import Bucket, Staging
+from peftkit_serve.staging import Bucket, Reach, Staging
 
 _INT64 = ("token", "source", "position", "cell", "segment_row", "seed", "step")
 _INT32 = ("context", "num_virtual", "segment_slot", "segment_start", "top_k")
@@ -43,10 +43,11 @@ def row_buckets(max_rows: int) -> tuple[int, ...]:
     return (*sorted(size for size in {*powers, *halfway} if size < max_rows), max_rows)
 
 
-def segment_buckets(num_rows: int) -> tuple[int, ...]:
-    """Numbers of segments that a step of so many rows is padded to: powers of two from 4 on, and one for each row."""
-    powers = [1 << exponent for exponent in range(2, num_rows.bit_length())]
-    return (*(size for size in powers if size < num_rows), num_rows)
+def segment_buckets(num_rows: int, reach: Reach) -> tuple[int, ...]:
+    """Numbers of segments that a step of so many rows is padded to: powers of two from 4 on, and one for each row;
+    16 and one for each row where adapters may have all, which is rare."""
+    sizes = [16] if reach is Reach.ALL else [1 << exponent for exponent in range(2, num_rows.bit_length())]
+    return (*(size for size in sizes if size < num_rows), num_rows)
 
 
 class DecodeInputs:
@@ -80,16 +81,16 @@ class DecodeInputs:
 
     def buckets(self) -> list[Bucket]:
         """All that steps are padded to."""
-        found = [Bucket(rows, rows, 0, wide=False) for rows in self._rows]
+        found = [Bucket(rows, rows, 0, Reach.ATTENTION) for rows in self._rows]
         for rows in self._rows:
-            found += [Bucket(rows, rows, size, wide) for size in segment_buckets(rows) for wide in (False, True)]
+            found += [Bucket(rows, rows, size, reach) for reach in Reach for size in segment_buckets(rows, reach)]
         return found
 
     def bucket_of(self, num_rows: int) -> int:
         """The smallest bucket that holds so many rows."""
         return next(size for size in self._rows if size >= num_rows)
 
-    def write(self, chunks: Sequence[Chunk], sources: Sequence[int], *, wide: bool) -> Bucket:
+    def write(self, chunks: Sequence[Chunk], sources: Sequence[int], reach: Reach) -> Bucket:
         """Stages a step of chunks of one token each and starts its copy to the device; returns the bucket it fills.
 
         sources: for each chunk the row of its token in the tokens of the step before, -1 where it is known.
@@ -105,13 +106,10 @@ class DecodeInputs:
         if self._segmented != (num, num_rows):
             self._write_segments(num, num_rows)
         self._staging.copy(num_rows)
-        num_segments = self.segments_of(num_rows, self._num_segments)
-        return Bucket(num_rows, num_rows, num_segments, wide and num_segments > 0)
-
-    @staticmethod
-    def segments_of(num_rows: int, num_segments: int) -> int:
-        """The smallest bucket that holds so many segments."""
-        return num_segments and next(size for size in segment_buckets(num_rows) if size >= num_segments)
+        if not self._num_segments:
+            return Bucket(num_rows, num_rows, 0, Reach.ATTENTION)
+        num_segments = next(size for size in segment_buckets(num_rows, reach) if size >= self._num_segments)
+        return Bucket(num_rows, num_rows, num_segments, reach)
 
     def batch(self, bucket: Bucket) -> Batch:
         """The device's buffers as a step of that bucket."""
@@ -133,7 +131,7 @@ class DecodeInputs:
             segments=segments,
             sample_row_X=self._row_T[:rows],
             sample_segments=segments,
-            extras=Extras(bucket.wide, bucket.wide, ends=False),
+            extras=bucket.reach.extras,
         )
 
     def draws(self, bucket: Bucket) -> Draws:

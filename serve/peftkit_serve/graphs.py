@@ -23,7 +23,7 @@ from peftkit_serve.batch import Batch, Extras
 from peftkit_serve.decode_inputs import DecodeInputs
 from peftkit_serve.mixed_inputs import MixedInputs
 from peftkit_serve.plan import Chunk
-from peftkit_serve.staging import Bucket
+from peftkit_serve.staging import Bucket, Reach
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class StepGraphs:
         """
         single = all(len(chunk.token_ids) == 1 for chunk in chunks)
         inputs = self._decode if single else self._mixed
-        bucket = inputs.write(chunks, sources, wide=extras.bottlenecks or extras.head_lora)
+        bucket = inputs.write(chunks, sources, Reach.of(extras))
         captured = self._graphs.get(bucket)
         if captured is None:
             assert self._device.type != "cuda", f"no graph was captured for {bucket}"
@@ -143,7 +143,7 @@ class StepGraphs:
     def _buckets(self) -> list[Bucket]:
         """The one with most rows and tokens first."""
         found = self._decode.buckets() + self._mixed.buckets()
-        return sorted(found, key=lambda one: (one.num_rows, one.num_tokens, one.num_segments, one.wide), reverse=True)
+        return sorted(found, key=lambda one: (one.num_rows, one.num_tokens, one.num_segments, one.reach), reverse=True)
 
     def _compute(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         inputs = self._mixed if bucket.num_tokens > bucket.num_rows else self._decode

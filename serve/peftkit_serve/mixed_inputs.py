@@ -14,6 +14,7 @@ A bucket has more tokens than requests, from which attention knows that there ar
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,18 +22,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from peftkit_kernels import Segments
-from peftkit_serve.batch import Batch, Extras
+from peftkit_serve.batch import Batch
 from peftkit_serve.pages import PAGE_TOKENS
 from peftkit_serve.plan import Chunk, Sample
 from peftkit_serve.request import SamplingParams
 from peftkit_serve.sampler import Draws, is_plain
-from peftkit_serve.staging import Bucket, Staging
+from peftkit_serve.staging import Bucket, Reach, Staging
 from peftkit_serve.step_inputs import lay_out_draws, lay_out_rows, lay_out_segments
 
 _TOKENS = (16, 32, 64, 128, 256, 384, 512, 640, 768, 1024)
 """Tokens of buckets. A larger step takes a card longer than the host needs to launch it."""
 _ROWS = (4, 16, 64)
-_SEGMENTS = (4, 32)
+_SEGMENTS = {Reach.ATTENTION: (4, 16, 64, 128), Reach.LINEARS: (4, 16, 64, 128), Reach.ALL: (16,)}
 _NOTHING = Sample(SamplingParams(temperature=0.0), 0, 0)
 
 _OF_TOKENS = {"token": 0, "source": -1, "position": 0, "cell": 0, "segment_row": 0}
@@ -50,14 +51,14 @@ def mixed_buckets(max_tokens: int, max_rows: int) -> tuple[Bucket, ...]:
     most = min(max_tokens, _TOKENS[-1])
     tokens = (*(size for size in _TOKENS if size < most), most)
     rows = (*(size for size in _ROWS if size < max_rows), max_rows)
-    return tuple(
-        Bucket(num_tokens, num_rows, num_segments, wide)
-        for num_tokens in tokens
-        for num_rows in rows
-        if num_rows < num_tokens
-        for num_segments in (0, *(size for size in _SEGMENTS if size < num_rows), num_rows)
-        for wide in ((False, True) if num_segments == num_rows else (False,))
-    )
+    found: list[Bucket] = []
+    for num_tokens, num_rows in product(tokens, rows):
+        if num_rows < num_tokens:
+            found.append(Bucket(num_tokens, num_rows, 0, Reach.ATTENTION))
+            for reach, few in _SEGMENTS.items():
+                sizes = (*(size for size in few if size < num_rows), num_rows)
+                found += [Bucket(num_tokens, num_rows, num_segments, reach) for num_segments in sizes]
+    return tuple(found)
 
 
 class MixedInputs:
@@ -88,7 +89,7 @@ class MixedInputs:
         """Whether there is a bucket for a step of so many tokens and requests."""
         return any(one.num_tokens >= num_tokens and one.num_rows >= num_rows for one in self._buckets)
 
-    def write(self, chunks: Sequence[Chunk], sources: Sequence[int], *, wide: bool) -> Bucket:
+    def write(self, chunks: Sequence[Chunk], sources: Sequence[int], reach: Reach) -> Bucket:
         """Stages a step that `holds` has accepted and starts its copy to the device; returns the bucket it fills.
 
         sources: for each chunk the row of its last token in the tokens of the step before, -1 where it is known.
@@ -104,7 +105,7 @@ class MixedInputs:
             **lay_out_segments("sample_segment_", rows.slot_N, once_N, once_N.cumsum() - 1),
             **lay_out_draws(samples),
         }
-        bucket = self._bucket_of(len(fields["token"]), num, len(fields["segment_slot"]), wide)
+        bucket = self._bucket_of(len(fields["token"]), num, len(fields["segment_slot"]), reach)
         self._staging.wait()
         self._write(fields, bucket)
         self._host["source"][: bucket.num_tokens] = -1
@@ -136,7 +137,7 @@ class MixedInputs:
             segments=segments,
             sample_row_X=rows["sample_row"],
             sample_segments=sample_segments,
-            extras=Extras(bucket.wide, bucket.wide, ends=False),
+            extras=bucket.reach.extras,
         )
 
     def draws(self, bucket: Bucket) -> Draws:
@@ -147,15 +148,16 @@ class MixedInputs:
         start_G1 = self._at[f"{name}start"][: bucket.num_segments + 1]
         return Segments(row_X, start_G1, self._at[f"{name}slot"][: bucket.num_segments])
 
-    def _bucket_of(self, num_tokens: int, num_rows: int, num_segments: int, wide: bool) -> Bucket:
-        wide = wide and num_segments > 0
+    def _bucket_of(self, num_tokens: int, num_rows: int, num_segments: int, reach: Reach) -> Bucket:
+        if not num_segments:
+            reach = Reach.ATTENTION
         return next(
             one
             for one in self._buckets
             if one.num_tokens >= num_tokens
             and one.num_rows >= num_rows
             and one.num_segments >= num_segments
-            and one.wide == wide
+            and one.reach == reach
             and (one.num_segments > 0) == (num_segments > 0)
         )
 

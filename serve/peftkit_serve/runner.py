@@ -40,7 +40,8 @@ logger = logging.getLogger(__name__)
 # of steps that between them meet every kernel's configurations
 _WARM_UP_TOKENS = (2, 7, 12, 17, 40, 65, 200, 257, 300, 1025)
 _WARM_UP_REQUESTS = (1, 17, 40)  # of steps of single tokens, likewise: products of few rows, those of the logits too
-_BARE, _LORA, _ALL = Extras(False, False, False), Extras(False, False, False), Extras(True, True, False)
+_BARE = Extras(feed_forward=False, bottlenecks=False, head_lora=False, ends=False)
+_LORA, _ALL = _BARE._replace(feed_forward=True), Extras(True, True, True, ends=False)
 _GREEDY = Sample(SamplingParams(temperature=0.0), 0, 0)
 _DRAWN = Sample(SamplingParams(temperature=1.0, top_k=8, top_p=0.9), 0, 0)
 _REPORTED = Sample(SamplingParams(temperature=1.0, top_k=8, logit_bias=((0, 1.0),), logprobs=1), 0, 0)

@@ -5,6 +5,7 @@ they are copied to their place, which is as wide as the longest one of any step.
 """
 
 from collections.abc import Mapping
+from enum import IntEnum
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -13,8 +14,33 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from peftkit_serve.batch import Extras
+
 _ALIGN = 64  # bytes: kernels are compiled for aligned pointers
 _MIN_TABLE = 8  # pages of the narrowest staged block table
+
+
+class Reach(IntEnum):
+    """What the adapters of a captured step may have: what they can't have isn't launched."""
+
+    ATTENTION = 0
+    """LoRA on q, k, v and o."""
+    LINEARS = 1
+    """LoRA on gate, up and down too."""
+    ALL = 2
+    """Bottlenecks and a LoRA of the output embedding too."""
+
+    @classmethod
+    def of(cls, extras: Extras) -> "Reach":
+        """The least that holds adapters with these extras; the decoder's ends are for no captured step."""
+        if extras.bottlenecks or extras.head_lora:
+            return cls.ALL
+        return cls.LINEARS if extras.feed_forward else cls.ATTENTION
+
+    @property
+    def extras(self) -> Extras:
+        """What is launched."""
+        return Extras(self >= Reach.LINEARS, self >= Reach.ALL, self >= Reach.ALL, ends=False)
 
 
 class Bucket(NamedTuple):
@@ -25,8 +51,7 @@ class Bucket(NamedTuple):
     """Requests; as many as tokens where each has a single new one."""
     num_segments: int
     """0: all rows are the bare base's."""
-    wide: bool
-    """Whether adapters may have bottlenecks or a LoRA of the output embedding too."""
+    reach: Reach
 
 
 class Staging:

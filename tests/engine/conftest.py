@@ -154,6 +154,7 @@ def every_kind(
         folders = {
             "lora": lora_folder(seed, config=config),
             "lora-some": lora_folder(seed + 1, 9, config=config, targets=["q_proj", "down_proj"], variant="rslora"),
+            "lora-attention": lora_folder(seed + 3, 4, config=config, targets=["q_proj", "v_proj"]),
             "dora": lora_folder(seed + 2, 3, config=config, targets=["k_proj", "o_proj", "up_proj"], variant="dora"),
             "houlsby": bottleneck_folder(seed, config),
             "pfeiffer": bottleneck_folder(seed, config, variant="pfeiffer", ln_before=True, non_linearity="gelu"),

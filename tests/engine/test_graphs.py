@@ -16,7 +16,7 @@ from peftkit_serve.decode_inputs import row_buckets, segment_buckets
 from peftkit_serve.mixed_inputs import mixed_buckets
 from peftkit_serve.plan import Chunk, Sample, StepPlan
 from peftkit_serve.runner import Runner
-from peftkit_serve.staging import Bucket
+from peftkit_serve.staging import Bucket, Reach
 
 MAX_REQUESTS = 9
 BUCKETS = (1, 2, 4, 8, 9)
@@ -25,8 +25,10 @@ BUCKETS = (1, 2, 4, 8, 9)
 def test_buckets_hold_every_number_of_rows_and_waste_little() -> None:
     assert row_buckets(9) == BUCKETS and row_buckets(1) == (1,) and row_buckets(8) == (1, 2, 4, 8)
     assert row_buckets(256) == (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
-    assert segment_buckets(1) == (1,) and segment_buckets(2) == (2,) and segment_buckets(9) == (4, 8, 9)
-    assert segment_buckets(64) == (4, 8, 16, 32, 64)
+    for reach in (Reach.ATTENTION, Reach.LINEARS):
+        assert [segment_buckets(rows, reach) for rows in (1, 2, 9)] == [(1,), (2,), (4, 8, 9)]
+        assert segment_buckets(64, reach) == (4, 8, 16, 32, 64)
+    assert [segment_buckets(rows, Reach.ALL) for rows in (1, 9, 16, 64)] == [(1,), (9,), (16,), (16, 64)]
 
 
 def test_buckets_of_steps_with_prompts_have_more_tokens_than_requests_and_hold_what_they_say() -> None:
@@ -36,7 +38,9 @@ def test_buckets_of_steps_with_prompts_have_more_tokens_than_requests_and_hold_w
         assert all(one.num_tokens <= min(max_tokens, 1024) and one.num_rows <= max_rows for one in found)
         assert all(one.num_segments <= one.num_rows for one in found)
         plain = {one[:2] for one in found}
-        assert {one[:2] for one in found if one.wide} == plain == {one[:2] for one in found if not one.num_segments}
+        assert plain == {one[:2] for one in found if not one.num_segments}
+        for reach in Reach:
+            assert plain == {one[:2] for one in found if one.reach is reach and one.num_segments == one.num_rows}
     assert {one.num_tokens for one in mixed_buckets(512, 64)} == {16, 32, 64, 128, 256, 384, 512}
     assert {one.num_rows for one in mixed_buckets(512, 64)} == {4, 16, 64}
     assert not mixed_buckets(1, 1)
@@ -96,7 +100,7 @@ class Steps:
             end = chunk.start + len(chunk.token_ids)
             self.lengths[int(chunk.request_id)] = min(end - self.rng.randrange(2), 95)
         inputs = graphs._decode if all(len(chunk.token_ids) == 1 for chunk in chunks) else graphs._mixed
-        return inputs.write(chunks, [-1] * len(chunks), wide=extras.bottlenecks or extras.head_lora)
+        return inputs.write(chunks, [-1] * len(chunks), Reach.of(extras))
 
 
 @pytest.fixture
@@ -114,7 +118,7 @@ def packed_kinds(engine: Engine, folders: dict[str, Path]) -> list[PackedAdapter
     """All kinds that have weights, packed; the engine is there for its loader."""
     found = [engine.adapters._loader.submit(folder).result().weights for folder in folders.values()]
     packed = [weights for weights in found if weights is not None]
-    assert len(packed) == 6
+    assert len(packed) == 7
     return packed
 
 
@@ -128,7 +132,8 @@ def change_hands(steps: Steps, packed: list[PackedAdapter], loaded: set[int]) ->
             else:
                 loaded.add(slot)
                 steps.runner.memory.load(slot, steps.rng.choice(packed))
-    return steps.rng.choice(([-1], [-1, *loaded], sorted(loaded) or [-1], [min(loaded, default=-1)]))
+    least = min(loaded, key=lambda slot: Reach.of(steps.runner.memory.extras_of([slot])), default=-1)
+    return steps.rng.choice(([-1], [-1, *loaded], sorted(loaded) or [-1], [least]))
 
 
 def test_every_crossing_of_buckets_keeps_the_bits(
@@ -174,8 +179,9 @@ def test_steps_with_prompts_keep_their_bits_in_every_bucket(
         slots = [steps.rng.choice(choices) for _ in range(size)]
         seen.add(steps.check(slots, steps.rng.sample(range(MAX_REQUESTS), size), counts))
     assert {one.num_tokens for one in seen} >= {16, 64, 128, 200}
-    assert {one.num_rows for one in seen} == {4, 9} and {one.wide for one in seen} == {True, False}
+    assert {one.num_rows for one in seen} == {4, 9} and {one.reach for one in seen} == set(Reach)
     assert {0, 4, 9} == {one.num_segments for one in seen}
+    assert {one.reach for one in seen if one.num_segments} == set(Reach)
     steps.runner.memory.check_integrity()
 
 

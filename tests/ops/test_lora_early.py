@@ -113,7 +113,7 @@ def test_a_graph_with_shrink_beside_the_product_has_the_bits_of_one_after_anothe
 ) -> None:
     chain, cuts = (
         Chain(rows, adapters),
-        segmented.BESIDE.get(segmented.kind_of("lora", rows, adapters, beside=rows <= MAX_ROWS)),
+        segmented.BESIDE.get(segmented.kind_of("lora", rows, adapters)),
     )
     graph, y = chain.graph(x_settled=True)
     with nullcontext() if cuts is None or rows > MAX_ROWS else segmented.override(cuts):

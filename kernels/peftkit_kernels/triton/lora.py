@@ -73,7 +73,7 @@ def grouped_lora(
     num_projections, features = len(out_features), x_TI.shape[1]
     columns = sum(out_features) / features
     early = x_settled and begins_early(y_TO.device, max(num_rows, y_TO.shape[0]))
-    kind = kind_of("lora", num_rows, num_segments, deterministic, columns, beside=early)
+    kind = kind_of("lora", num_rows, num_segments, deterministic, columns)
     early = early and kind in BESIDE
     cuts = _config(kind, y_TO.device, beside=early)
     if cuts.shrink_rows == 1 and columns >= 4:  # fewer shares, as each of the many programs of expand adds all up

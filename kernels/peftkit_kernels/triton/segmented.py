@@ -153,22 +153,23 @@ def kind_of(
     num_segments: int,
     deterministic: bool = False,
     columns: float = 1.0,
-    *,
-    beside: bool = False,
 ) -> Kind:
     """The kind of a call, from shapes alone: a replayed graph has the cuts it was captured with.
 
-    columns: of y, for each feature of x. beside: its kernels may run beside the product.
+    columns: of y, for each feature of x.
     """
     if deterministic:
         return "steady"
-    if num_rows > 256:
-        if operation == "bottleneck":
-            return "some" if num_rows <= 1024 else "many"
-        return "walk" if num_rows <= 1024 else "long" if columns > 0.5 else "deep"
-    if num_rows <= num_segments * (2 if beside else 1) and num_rows > 4:
+    lora = operation == "lora"
+    if num_rows > 4 and num_rows <= (2 * num_segments if lora else min(num_segments, 256)):
         return "each"
-    if num_rows <= num_segments and operation == "bottleneck":  # a LoRA is quicker with tensor cores, as measured
+    if num_rows > 256:
+        if not lora:
+            return "some" if num_rows <= 1024 else "many"
+        if num_rows <= 1024:
+            return "wide" if columns >= 4 and num_rows <= 16 * num_segments else "walk"
+        return "long" if columns > 0.5 else "deep"
+    if num_rows <= num_segments and not lora:  # a LoRA is quicker with tensor cores, as measured
         return "one"
     num_tiles = min(num_rows, num_rows // 16 + num_segments)
     if num_tiles <= 4:

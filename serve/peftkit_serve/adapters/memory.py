@@ -118,6 +118,7 @@ class AdapterMemory:
             for layer in layers
         ]
         self._resident: dict[int, PackedAdapter] = {}
+        self._used_bytes = 0
         self._extras, self._extras_by_slot = _joined(()), dict[int, Extras]()
         self._ends: dict[int, Ends] = {}
         self._extents: list[tuple[int, int, int, int]] = []  # (first unit, units, slot, layer), ascending
@@ -132,7 +133,7 @@ class AdapterMemory:
 
     def used_bytes(self) -> int:
         """Bytes that resident adapters take."""
-        return sum(packed.nbytes for packed in list(self._resident.values()))  # read by other threads too
+        return self._used_bytes
 
     def fits(self, nbytes: int) -> bool:
         """Whether an adapter of that many bytes can be loaded now. Holes never stand in the way: see `load`."""
@@ -181,6 +182,7 @@ class AdapterMemory:
         try:
             self._settle(slot, packed)
             self._resident[slot] = packed
+            self._used_bytes += packed.nbytes
             if self._loading is not None and self._vacated is not None:
                 self._loading.wait_event(self._vacated)
             with nullcontext() if self._loading is None else torch.cuda.stream(self._loading):
@@ -222,11 +224,13 @@ class AdapterMemory:
         assert torch.equal(ranks, self._lora.rank_PS), "the rank table differs from the resident adapters"
         assert torch.equal(widths, self._bottleneck.width_S), "the width table differs from the resident adapters"
         assert self._extras_by_slot == {slot: _extras_of(packed) for slot, packed in self._resident.items()}
+        assert self._used_bytes == sum(packed.nbytes for packed in self._resident.values())
         assert set(self._ends) == {slot for slot, packed in self._resident.items() if packed.has_ends}
 
     def _forget(self, slot: int) -> None:
         self.wait_for((slot,))
-        self._resident.pop(slot, None)
+        packed = self._resident.pop(slot, None)
+        self._used_bytes -= 0 if packed is None else packed.nbytes
         self._extents = [extent for extent in self._extents if extent[2] != slot]
         self._ends.pop(slot, None)
         self._extras_by_slot.pop(slot, None)
@@ -338,8 +342,8 @@ def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 
 def _extras_of(packed: PackedAdapter) -> Extras:
-    return Extras(packed.has_bottlenecks, packed.has_head_lora, packed.has_ends)
+    return Extras(packed.has_feed_forward_lora, packed.has_bottlenecks, packed.has_head_lora, packed.has_ends)
 
 
 def _joined(extras: Iterable[Extras]) -> Extras:
-    return Extras(*map(any, zip((False, False, False), *extras, strict=True)))
+    return Extras(*map(any, zip(Extras(False, False, False, False), *extras, strict=True)))

@@ -40,6 +40,7 @@ BaseLinear = Callable[[str], tuple[Tensor, Tensor | None]]
 ENDS = (HEAD, EMBEDDING)
 """The ends of the decoder, in the order of their spans in the last layer."""
 
+_FEED_FORWARD = slice(4, 7)  # of `PROJECTIONS`: gate, up, down
 _ALIGN_BYTES = 64  # every matrix starts on a cache line
 _SITE = re.compile(rf"model\.layers\.(\d+)\.({'|'.join(re.escape(name) for name in PROJECTIONS)})")
 _SOURCES = {"houlsby": "output", "pfeiffer": "sum", "parallel": "residual"}
@@ -86,10 +87,11 @@ class PackedLayer:
     rows: tuple[RowsSpan, ...] = (RowsSpan(),) * len(ENDS)
     """By `ENDS`; only in the last layer."""
 
-    @property
-    def num_units(self) -> int:
-        """Length of its extent."""
-        return -(-self.weights.nbytes // UNIT_BYTES)
+    num_units: int = field(init=False)
+    """Length of its extent."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_units", -(-self.weights.nbytes // UNIT_BYTES))
 
     def pinned(self) -> "PackedLayer":
         """The same in pinned memory."""
@@ -125,6 +127,8 @@ class PackedAdapter:
     """The decoder's, and one for its two ends."""
     columns: Columns = field(init=False)
     """Made where the adapter is, off the thread that steps."""
+    nbytes: int = field(init=False)
+    """Bytes that it takes in `AdapterMemory`."""
 
     def __post_init__(self) -> None:
         lora = tuple(zip(*(span for layer in self.layers for span in layer.lora), strict=True))
@@ -136,15 +140,16 @@ class PackedAdapter:
             return tuple(one.reshape(num_layers, -1, *one.shape[1:]) for one in columns)
 
         object.__setattr__(self, "columns", Columns(arrays(lora), arrays(bottleneck)))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes in `AdapterMemory`."""
-        return UNIT_BYTES * sum(layer.num_units for layer in self.layers)
+        object.__setattr__(self, "nbytes", UNIT_BYTES * sum(layer.num_units for layer in self.layers))
 
     def pinned(self) -> "PackedAdapter":
         """The same in pinned memory, from which a GPU copies while the host goes on."""
         return PackedAdapter(tuple(layer.pinned() for layer in self.layers))
+
+    @property
+    def has_feed_forward_lora(self) -> bool:
+        """Whether gate, up or down of any layer has a LoRA."""
+        return any(span.rank for layer in self.layers[:-1] for span in layer.lora[_FEED_FORWARD])
 
     @property
     def has_bottlenecks(self) -> bool:

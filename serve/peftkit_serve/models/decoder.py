@@ -81,7 +81,7 @@ class Decoder:
             if beside is not None:
                 x_TH = self._bottleneck(batch, x_TH, residual_TH, beside[0])
             h_TH, residual_TH = _rms_norm(x_TH, layer.post_norm_H, eps, residual_TH)
-            x_TH = self._mlp(batch, layer, h_TH, adapted)
+            x_TH = self._mlp(batch, layer, h_TH, adapted if self._extras(batch).feed_forward else None)
             if beside is not None:
                 x_TH = self._bottleneck(batch, x_TH, residual_TH, beside[1])
         assert residual_TH is not None, "a decoder has layers"
