@@ -203,7 +203,7 @@ def test_many_rows_or_columns_go_to_the_cuts_that_were_quickest() -> None:
     assert [kind_of("lora", rows, 8, columns=columns) for rows in (64, 1024, 2048) for columns in (0.3, 1.5, 7)] == [
         *("few", "few", "wide"), *("walk", "walk", "walk"), *("deep", "long", "long"),
     ]  # fmt: skip
-    assert [kind_of("bottleneck", rows, 8) for rows in (64, 1024, 2048)] == ["few", "some", "many"]
+    assert [kind_of("bottleneck", rows, 8) for rows in (64, 1024, 2048)] == ["group", "some", "many"]
 
 
 def test_single_rows_go_to_the_cuts_that_were_quickest() -> None:
@@ -212,7 +212,7 @@ def test_single_rows_go_to_the_cuts_that_were_quickest() -> None:
     assert [kind_of(operation, 257, 512) for operation in ("lora", "bottleneck")] == ["each", "some"]
     assert [kind_of("lora", rows, 256, columns=7) for rows in (128, 512, 768, 1024)] == ["each", "each", "wide", "wide"]
     assert [kind_of("lora", rows, 64) for rows in (128, 129, 512)] == ["each", "crowd", "walk"]
-    assert [kind_of("bottleneck", rows, 64) for rows in (64, 128)] == ["each", "crowd"]
+    assert [kind_of("bottleneck", rows, 64) for rows in (64, 128, 129)] == ["each", "each", "group"]
     assert {kind_of(operation, 1, 1, deterministic=True) for operation in get_args(Operation)} == {"steady"}
 
 

@@ -161,7 +161,7 @@ def kind_of(
     if deterministic:
         return "steady"
     lora = operation == "lora"
-    if num_rows > 4 and num_rows <= (2 * num_segments if lora else min(num_segments, 256)):
+    if 4 < num_rows <= 2 * num_segments and (lora or num_rows <= 256):
         return "each"
     if num_rows > 256:
         if not lora:
@@ -169,8 +169,8 @@ def kind_of(
         if num_rows <= 1024:
             return "wide" if columns >= 4 and num_rows <= 16 * num_segments else "walk"
         return "long" if columns > 0.5 else "deep"
-    if num_rows <= num_segments and not lora:  # a LoRA is quicker with tensor cores, as measured
-        return "one"
+    if not lora:
+        return "one" if num_rows <= num_segments else "group"  # one row of a LoRA is quicker with tensor cores
     num_tiles = min(num_rows, num_rows // 16 + num_segments)
     if num_tiles <= 4:
         return "group"
