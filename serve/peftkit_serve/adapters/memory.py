@@ -12,11 +12,11 @@ neither: a load begins behind the steps that were started before the last place 
 reads a slot begins behind its load.
 """
 
-import bisect
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from itertools import accumulate, chain
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -121,7 +121,8 @@ class AdapterMemory:
         self._used_bytes = 0
         self._extras, self._extras_by_slot = _joined(()), dict[int, Extras]()
         self._ends: dict[int, Ends] = {}
-        self._extents: list[tuple[int, int, int, int]] = []  # (first unit, units, slot, layer), ascending
+        self._places: dict[int, dict[int, int]] = {}  # slot → layer → first unit of its extent
+        self._holes = [(0, self._num_units)]  # (first unit, units), ascending, none beside another
         self._loading = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._arrivals: dict[int, torch.cuda.Event] = {}  # of slots that no step has waited for
         self._vacated: torch.cuda.Event | None = None  # behind the last step that may read what was freed
@@ -207,16 +208,17 @@ class AdapterMemory:
     def check_integrity(self) -> None:
         """Asserts that extents lie apart inside the buffer, and that they and the tables are the resident adapters'."""
         self.wait_for(list(self._arrivals))
-        end = 0
-        for start, units, slot, layer in self._extents:
-            assert start >= end, f"extents overlap at unit {start}"
-            assert units == self._resident[slot].layers[layer].num_units, f"slot {slot}, layer {layer}: {units} units"
-            end = start + units
-        assert end <= self._num_units, "an extent ends behind the buffer"
+        end, in_hole = 0, False
+        taken = [(start, units, False) for start, units, *_ in self._extents()]
+        for start, units, is_hole in sorted(taken + [(*hole, True) for hole in self._holes if hole[1]]):
+            assert start == end, f"what begins at unit {start} doesn't follow what ends at {end}"
+            assert not (in_hole and is_hole), f"two holes meet at unit {start}"
+            end, in_hole = start + units, is_hole
+        assert end == self._num_units, "extents and holes are not the buffer"
         wanted = {
             (s, i) for s, packed in self._resident.items() for i, one in enumerate(packed.layers) if one.num_units
         }
-        assert {extent[2:] for extent in self._extents} == wanted, "extents and resident adapters differ"
+        assert {extent[2:] for extent in self._extents()} == wanted, "extents and resident adapters differ"
         ranks, widths = torch.zeros_like(self._lora.rank_PS), torch.zeros_like(self._bottleneck.width_S)
         for slot, packed in self._resident.items():
             ranks[:, :, slot] = torch.from_numpy(packed.columns.lora[2])
@@ -230,8 +232,10 @@ class AdapterMemory:
     def _forget(self, slot: int) -> None:
         self.wait_for((slot,))
         packed = self._resident.pop(slot, None)
-        self._used_bytes -= 0 if packed is None else packed.nbytes
-        self._extents = [extent for extent in self._extents if extent[2] != slot]
+        if packed is not None:
+            self._used_bytes -= packed.nbytes
+            freed = [(start, packed.layers[layer].num_units) for layer, start in self._places.pop(slot, {}).items()]
+            self._holes = _merged([*self._holes, *freed])
         self._ends.pop(slot, None)
         self._extras_by_slot.pop(slot, None)
         self._extras = _joined(self._extras_by_slot.values())
@@ -247,11 +251,10 @@ class AdapterMemory:
     def _copy_in(self, slot: int, packed: PackedAdapter) -> None:
         """Queues the copy of a slot's extents, whose places are known, and of its tables."""
         try:
-            starts = {extent[3]: extent[0] for extent in self._extents if extent[2] == slot}
-            for index, start in starts.items():
+            for index, start in self._places[slot].items():
                 weights = packed.layers[index].weights
                 self._weights_at(start, weights.numel()).copy_(weights, non_blocking=True)
-            self._write_tables(slot, starts)
+            self._write_tables(slot)
         finally:  # one that fails midway may have queued something too
             if self._loading is not None:
                 self._arrivals[slot] = _mark(self._loading)
@@ -259,47 +262,43 @@ class AdapterMemory:
     def _weights_at(self, start: int, num_elements: int) -> Tensor:
         return self.weights[start * self._unit :][:num_elements]
 
+    def _extents(self) -> list[tuple[int, int, int, int]]:
+        """(first unit, units, slot, layer) of all that is resident, ascending."""
+        return sorted(
+            (start, self._resident[slot].layers[layer].num_units, slot, layer)
+            for slot, places in self._places.items()
+            for layer, start in places.items()
+        )
+
     def _settle(self, slot: int, packed: PackedAdapter) -> None:
         """Finds an extent for each layer in one pass: the first hole that is long enough, from the layer before on."""
         wanted = [(layer.num_units, index) for index, layer in enumerate(packed.layers) if layer.num_units]
-        found: list[tuple[int, int, int, int]] = []
-        end = 0
-        for start, length, *_ in chain(self._extents, [(self._num_units, 0)]):
-            while len(found) < len(wanted) and end + wanted[len(found)][0] <= start:
-                units, index = wanted[len(found)]
-                found.append((end, units, slot, index))
-                end += units
-            if len(found) == len(wanted):
-                break
-            end = start + length
+        found, holes = _placed(wanted, self._holes)
         if len(found) < len(wanted):
-            ends = accumulate((units for units, _ in wanted), initial=self._slide_together())
-            found = [(start, units, slot, index) for start, (units, index) in zip(ends, wanted, strict=False)]
-        for extent in found:
-            bisect.insort(self._extents, extent)
+            end = self._slide_together()
+            found, holes = _placed(wanted, [(end, self._num_units - end)])
+        self._places[slot], self._holes = found, holes
 
     def _slide_together(self) -> int:
         """Moves every extent to the front, without holes between; returns the first free unit."""
         self.wait_for(list(self._arrivals))
         end = 0
-        for index, (start, units, slot, layer) in enumerate(self._extents):
+        for start, units, slot, layer in self._extents():
             if start != end:
                 moved = self._weights_at(start, units * self._unit).clone()  # where it comes from may overlap
                 self._weights_at(end, units * self._unit).copy_(moved)
-                self._extents[index] = (end, units, slot, layer)
+                self._places[slot][layer] = end
             end += units
-        starts: dict[int, dict[int, int]] = {slot: {} for slot in self._resident}
-        for start, _, slot, layer in self._extents:
-            starts[slot][layer] = start
+        self._holes = [(end, self._num_units - end)]
         for slot in self._resident:
-            self._write_tables(slot, starts[slot])
+            self._write_tables(slot)
         self._mark_vacated()
         return end
 
-    def _write_tables(self, slot: int, starts: Mapping[int, int]) -> None:
-        """starts: layer → first unit of its extent."""
-        packed = self._resident[slot]
-        start_L = np.array([starts.get(index, 0) * self._unit for index in range(len(packed.layers))])
+    def _write_tables(self, slot: int) -> None:
+        """Where a slot's layers are; what isn't there has rank or width 0, and any place."""
+        packed, places = self._resident[slot], self._places[slot]
+        start_L = np.array([places.get(index, 0) * self._unit for index in range(len(packed.layers))])
         columns = packed.columns.moved(start_L)
         for table, column in zip(chain(self._lora, self._bottleneck), chain(*columns), strict=True):
             values = torch.from_numpy(column).to(table.dtype)
@@ -339,6 +338,32 @@ def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event()
     event.record(stream)
     return event
+
+
+def _placed(
+    wanted: Iterable[tuple[int, int]], holes: Iterable[tuple[int, int]]
+) -> tuple[dict[int, int], list[tuple[int, int]]]:
+    """Extents (units, layer), one behind the other, in the first holes that are long enough: layer → first unit, as far
+    as there was room, and the holes that are left."""
+    places, left, waiting = dict[int, int](), list[tuple[int, int]](), deque(wanted)
+    for start, length in holes:
+        while waiting and waiting[0][0] <= length:
+            units, layer = waiting.popleft()
+            places[layer] = start
+            start, length = start + units, length - units
+        if length:
+            left.append((start, length))
+    return places, left
+
+
+def _merged(holes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ascending, those that meet as one."""
+    merged: list[tuple[int, int]] = []
+    for start, length in sorted(holes):
+        if merged and sum(merged[-1]) == start:
+            start, length = merged[-1][0], merged.pop()[1] + length
+        merged.append((start, length))
+    return merged
 
 
 def _extras_of(packed: PackedAdapter) -> Extras:
