@@ -339,10 +339,13 @@ class Runner:
         for slots in (range(crowd), (0, *range(crowd - 1))):  # one more row than adapters: another kind, the head's too
             steps.append(self._scratch_chunks([min(self._max_tokens, 256) // crowd] * crowd, slots))
         some = min(28, crowd)
-        for lengths in ([1], [9], [1] * min(5, crowd), [2] * min(5, crowd), [64 - 2 * (some - 1), *[2] * (some - 1)]):
+        few = [[length] * min(count, crowd) for length, count in ((1, 1), (9, 1), (1, 5), (2, 5), (2, 20))]
+        for lengths in (*few, [64 - 2 * (some - 1), *[2] * (some - 1)]):
             # up to 64 rows adapters' kernels run beside the product, and behind it where there are more
             steps.append(self._scratch_chunks(lengths, range(some)))
             steps.append(self._scratch_chunks([*lengths, 65], [*range(len(lengths)), -1]))
+        for length, count in ((2, crowd), (9, min(32, crowd))):  # many rows of many adapters
+            steps.append(self._scratch_chunks([length] * count, range(count)))
         for chunks, extras in product(steps, (_BARE, _LORA, _ALL)):
             if extras is _BARE:
                 chunks = [chunk._replace(slot=-1) for chunk in chunks]

@@ -209,8 +209,13 @@ def test_many_rows_or_columns_go_to_the_cuts_that_were_quickest() -> None:
 def test_single_rows_go_to_the_cuts_that_were_quickest() -> None:
     assert [kind_of("lora", 1, 1), kind_of("bottleneck", 1, 1)] == ["group", "one"]
     assert {kind_of(operation, 64, 64) for operation in get_args(Operation)} == {"each"}
-    assert [kind_of(operation, 257, 512) for operation in ("lora", "bottleneck")] == ["each", "some"]
-    assert [kind_of("lora", rows, 256, columns=7) for rows in (128, 512, 768, 1024)] == ["each", "each", "wide", "wide"]
+    assert [kind_of(operation, 257, 512) for operation in ("lora", "bottleneck")] == ["mixed", "some"]
+    assert [kind_of("lora", rows, 256, columns=7) for rows in (128, 512, 768, 1024)] == [
+        "each",
+        "mixed",
+        "wide",
+        "wide",
+    ]
     assert [kind_of("lora", rows, 64) for rows in (128, 129, 512)] == ["each", "crowd", "walk"]
     assert [kind_of("bottleneck", rows, 64) for rows in (64, 128, 129)] == ["each", "each", "group"]
     assert {kind_of(operation, 1, 1, deterministic=True) for operation in get_args(Operation)} == {"steady"}

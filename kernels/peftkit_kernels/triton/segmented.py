@@ -24,7 +24,9 @@ import triton.language as tl
 from peftkit_kernels.triton.counts import cdiv
 from peftkit_kernels.triton.device import capability_of
 
-Kind = Literal["one", "each", "group", "few", "wide", "crowd", "some", "many", "walk", "long", "deep", "steady"]
+Kind = Literal[
+    "one", "each", "mixed", "group", "few", "wide", "crowd", "some", "many", "walk", "long", "deep", "steady"
+]
 Operation = Literal["lora", "bottleneck"]
 
 
@@ -66,6 +68,7 @@ CONFIGS: Mapping[tuple[Kind, int], Config] = MappingProxyType(
     {
         ("one", 80): Config(1, 256, 16, 32, 4, 1, 1, 256, 32, 4, 1),
         ("each", 80): Config(1, 512, 8, 16, 4, 1, 1, 512, 16, 4, 1),
+        ("mixed", 80): Config(1, 512, 8, 16, 4, 1, 1, 512, 16, 4, 1),
         ("group", 80): Config(16, 256, 16, 32, 4, 2, 8, 128, 32, 4, 2),
         ("few", 80): Config(16, 512, 8, 16, 4, 2, 8, 256, 32, 4, 2),
         ("wide", 80): Config(16, 512, 8, 16, 4, 2, 8, 256, 32, 4, 2),
@@ -78,6 +81,7 @@ CONFIGS: Mapping[tuple[Kind, int], Config] = MappingProxyType(
         ("steady", 80): Config(16, 256, 8, 16, 4, 3, 16, 256, 16, 4, 2),
         ("one", 90): Config(1, 256, 16, 64, 4, 1, 1, 64, 64, 4, 1),
         ("each", 90): Config(1, 512, 8, 16, 4, 1, 1, 512, 16, 2, 1),
+        ("mixed", 90): Config(1, 2048, 2, 16, 4, 1, 1, 512, 16, 2, 1),
         ("group", 90): Config(16, 256, 16, 64, 4, 2, 8, 256, 32, 8, 1),
         ("few", 90): Config(16, 512, 8, 16, 4, 2, 8, 256, 32, 4, 2),
         ("wide", 90): Config(16, 512, 8, 16, 4, 2, 16, 128, 32, 4, 3, blocks=4, sends=True),
@@ -125,6 +129,10 @@ _WORTH_TIMING: Mapping[Kind, tuple[Sequence[tuple[int, ...]], Sequence[tuple[int
             ((1, 512, 8, 16, 4, 1), (1, 512, 4, 16, 4, 1), (1, 512, 8, 16, 2, 1), (1, 1024, 4, 16, 4, 1), _ROWS[2]),
             ((1, 512, 16, 4, 1), (1, 512, 16, 2, 1), (1, 1024, 16, 4, 1), (1, 256, 64, 4, 1), _COLUMNS[2]),
         ),
+        "mixed": (
+            ((1, 512, 8, 16, 4, 1), (1, 1024, 4, 16, 4, 1), (1, 1024, 2, 16, 4, 1), (1, 2048, 2, 16, 4, 1)),
+            ((1, 512, 16, 2, 1), (1, 1024, 16, 4, 1), (1, 2048, 16, 4, 1)),
+        ),
         "group": (_ROWS, _COLUMNS),
         "few": (_ROWS, _COLUMNS),
         "wide": (_ROWS, (*_COLUMNS, (16, 128, 32, 4, 3, 2), (16, 128, 32, 4, 3, 4), (16, 128, 32, 4, 3, 8))),
@@ -162,7 +170,7 @@ def kind_of(
         return "steady"
     lora = operation == "lora"
     if 4 < num_rows <= 2 * num_segments and (lora or num_rows <= 256):
-        return "each"
+        return "each" if num_rows <= 256 else "mixed"
     if num_rows > 256:
         if not lora:
             return "some" if num_rows <= 1024 else "many"
