@@ -129,8 +129,8 @@ def test_replayed_graphs_have_the_bits_of_eager_steps_at_every_crossing_of_bucke
     runner = engine._runner
     graphs = runner._graphs
     assert graphs is not None
-    mixed = len(mixed_buckets(512, 9))
-    assert graphs.num_graphs == len((1, 2, 4, 8, 9)) + 2 * (1 + 1 + 1 + 2 + 3) + mixed and mixed > 40
+    mixed, rows = len(mixed_buckets(512, 9)), len((1, 2, 4, 8, 9))
+    assert graphs.num_graphs == rows + 2 * (1 + 1 + 1 + 2 + 3) + rows + mixed and mixed > 40
     model = AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.float32)
     packed = [engine.adapters._loader.submit(random_adapter(model, one, tmp_path)).result().weights for one in KINDS]
     pages = rng.sample(range(64), 64)
