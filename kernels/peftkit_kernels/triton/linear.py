@@ -56,7 +56,7 @@ class Config:
 
 CONFIGS: Mapping[int, Config] = MappingProxyType(
     {
-        1: Config(1, 8, 1024, 4, 4, 4),
+        1: Config(1, 8, 2048, 8, 3, 2),
         16: Config(16, 64, 128, 4, 3, 3),
         32: Config(32, 64, 128, 4, 4, 2),
         64: Config(64, 128, 128, 8, 4, 1),
