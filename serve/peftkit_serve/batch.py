@@ -35,14 +35,14 @@ class Batch:
     context_N: Tensor
     """int32: positions of a request, the new ones included."""
     page_NM: Tensor
-    """int32: block tables; behind a shorter one stands 0, which nothing reads."""
+    """int32: block tables; what stands behind a shorter one is read by nothing."""
     num_virtual_N: Tensor
     """int32."""
     segments: Segments | None
     """Rows by adapter slot; None when all rows are the bare base's."""
     sample_row_X: Tensor
     """int64: rows whose logits are asked for, chunk after chunk: those that have a target, then the last row of a chunk
-    that draws a token."""
+    that draws a token; in a padded step the last row of each chunk."""
     sample_segments: Segments | None
     """These rows, counted in their own order, by adapter slot; None when all are the bare base's."""
     extras: Extras | None = None

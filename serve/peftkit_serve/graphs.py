@@ -122,16 +122,14 @@ class StepGraphs:
         """
         if extras.ends or any(chunk.targets for chunk in chunks):
             return False
-        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
-        return num_tokens == len(chunks) or self._mixed.holds(num_tokens, len(chunks))
+        return _single(chunks) or self._mixed.holds(sum(len(chunk.token_ids) for chunk in chunks), len(chunks))
 
     def run(self, chunks: Sequence[Chunk], extras: Extras, sources: Sequence[int]) -> Drawn:
         """Starts a step that `takes` has accepted. Its rows are the chunks in their order, more may stand behind.
 
         sources: for each chunk the row of its last token in the tokens of the step before, -1 where it is known.
         """
-        single = all(len(chunk.token_ids) == 1 for chunk in chunks)
-        inputs = self._decode if single else self._mixed
+        inputs = self._decode if _single(chunks) else self._mixed
         bucket = inputs.write(chunks, sources, Reach.of(extras))
         captured = self._graphs.get(bucket)
         if captured is None:
@@ -151,6 +149,11 @@ class StepGraphs:
         token_N = sample(logits_NV, *inputs.draws(bucket))
         torch.clamp(token_N, min=0, out=inputs.last_token_R[: bucket.num_rows])  # what can't be drawn is never read
         return logits_NV, token_N
+
+
+def _single(chunks: Sequence[Chunk]) -> bool:
+    """Whether each has one token."""
+    return all(len(chunk.token_ids) == 1 for chunk in chunks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ A bucket has more tokens than requests, from which attention knows that there ar
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -37,11 +37,13 @@ _SEGMENTS = {Reach.ATTENTION: (4, 16, 64, 128), Reach.LINEARS: (4, 16, 64, 128),
 _NOTHING = Sample(SamplingParams(temperature=0.0), 0, 0)
 
 _OF_TOKENS = {"token": 0, "source": -1, "position": 0, "cell": 0, "segment_row": 0}
+"""Field → what stands behind the live entries; a cell is the scratch page's."""
 _OF_ROWS = {
     "num_virtual": 0, "context": 0, "segment_slot": 0, "sample_row": 0, "sample_segment_row": 0,
     "sample_segment_slot": 0, "temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "seed": 0, "step": 0,
 }  # fmt: skip
 _FROM_ROWS = ("cu_seqlens", "segment_start", "sample_segment_start")
+"""One entry more than rows; behind the live entries the last one is repeated."""
 _INT64 = {"token", "source", "position", "cell", "segment_row", "sample_row", "sample_segment_row", "seed", "step"}
 _FLOAT32 = {"temperature", "top_p", "min_p"}
 
@@ -49,16 +51,18 @@ _FLOAT32 = {"temperature", "top_p", "min_p"}
 def mixed_buckets(max_tokens: int, max_rows: int) -> tuple[Bucket, ...]:
     """The buckets for steps of so many tokens and requests at most, in the order in which they are tried."""
     most = min(max_tokens, _TOKENS[-1])
-    tokens = (*(size for size in _TOKENS if size < most), most)
-    rows = (*(size for size in _ROWS if size < max_rows), max_rows)
     found: list[Bucket] = []
-    for num_tokens, num_rows in product(tokens, rows):
-        if num_rows < num_tokens:
+    for num_tokens in (*(size for size in _TOKENS if size < most), most):
+        for num_rows in _up_to(min(max_rows, num_tokens - 1), _ROWS):
             found.append(Bucket(num_tokens, num_rows, 0, Reach.ATTENTION))
             for reach, few in _SEGMENTS.items():
-                sizes = (*(size for size in few if size < num_rows), num_rows)
-                found += [Bucket(num_tokens, num_rows, num_segments, reach) for num_segments in sizes]
+                found += [Bucket(num_tokens, num_rows, size, reach) for size in _up_to(num_rows, few)]
     return tuple(found)
+
+
+def _up_to(most: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The sizes below `most`, and it."""
+    return (*(size for size in sizes if size < most), most) if most else ()
 
 
 class MixedInputs:
@@ -97,7 +101,7 @@ class MixedInputs:
         samples = [chunk.sample or _NOTHING for chunk in chunks]
         rows = lay_out_rows(chunks)
         num, last_N = len(chunks), rows.cu_N1[1:] - 1
-        once_N = rows.length_N * 0 + 1
+        once_N = np.ones_like(rows.length_N)
         fields = {
             **rows.fields,
             "sample_row": last_N,

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -234,6 +235,35 @@ def test_holes_are_slid_together_when_none_is_long_enough(seed: int) -> None:
     memory.load(0, large.pack())
     memory.check_integrity()
     for slot, lora in ((0, large), (1, thin[0]), (3, thin[1]), (4, wide[2]), (5, thin[2])):
+        assert_holds(memory, slot, lora)
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_slide_that_fails_midway_leaves_every_resident_adapter_whole(
+    seed: int, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    memory, move, moves = make_memory(9, num_slots=6), AdapterMemory._move, count()
+    wide = [Lora({(layer, "mlp.up_proj"): 100}) for layer in range(3)]  # 2 units each
+    thin = [Lora({(0, "self_attn.q_proj"): 10}) for _ in range(4)]  # 1 unit each
+    for slot, lora in enumerate([wide[0], thin[0], wide[1], thin[1], wide[2], thin[2]]):
+        memory.load(slot, lora.pack())
+    memory.free(0)
+    memory.free(2)
+
+    def fails(self: AdapterMemory, *where: int) -> None:
+        if next(moves) == failing:
+            raise torch.OutOfMemoryError("out of memory")
+        move(self, *where)
+
+    monkeypatch.setattr(AdapterMemory, "_move", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        memory.load(0, Lora({(0, "mlp.down_proj"): 200}).pack())
+    memory.check_integrity()
+    memory.load(0, thin[3].pack())
+    memory.free(1)
+    memory.load(2, wide[0].pack())
+    memory.check_integrity()
+    for slot, lora in ((0, thin[3]), (2, wide[0]), (3, thin[1]), (4, wide[2]), (5, thin[2])):
         assert_holds(memory, slot, lora)
 
 

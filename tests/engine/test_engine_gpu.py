@@ -25,8 +25,10 @@ from peftkit.methods import (
 )
 from peftkit_kernels import dispatch, rms_norm
 from peftkit_serve import Engine, Request, SamplingParams
+from peftkit_serve.decode_inputs import row_buckets, segment_buckets
 from peftkit_serve.mixed_inputs import mixed_buckets
 from peftkit_serve.plan import Chunk, Sample, StepPlan
+from peftkit_serve.staging import Reach
 
 pytestmark = pytest.mark.gpu
 
@@ -129,8 +131,9 @@ def test_replayed_graphs_have_the_bits_of_eager_steps_at_every_crossing_of_bucke
     runner = engine._runner
     graphs = runner._graphs
     assert graphs is not None
-    mixed, rows = len(mixed_buckets(512, 9)), len((1, 2, 4, 8, 9))
-    assert graphs.num_graphs == rows + 2 * (1 + 1 + 1 + 2 + 3) + rows + mixed and mixed > 40
+    mixed, rows = len(mixed_buckets(512, 9)), row_buckets(9)
+    decode = sum(1 + sum(len(segment_buckets(size, reach)) for reach in Reach) for size in rows)
+    assert graphs.num_graphs == decode + mixed and mixed > 40 and decode > 20
     model = AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.float32)
     packed = [engine.adapters._loader.submit(random_adapter(model, one, tmp_path)).result().weights for one in KINDS]
     pages = rng.sample(range(64), 64)

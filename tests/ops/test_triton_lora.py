@@ -192,7 +192,7 @@ def test_a_share_of_several_steps(seed: int, interpreted: ModuleType) -> None:
 def test_no_more_rows_than_segments(seed: int, interpreted: ModuleType, aligned: bool) -> None:
     ranks = [[1, 0, 40, 8], [16, 0, 5, 0], [0, 3, 20, 1]]
     lone, each = [(2, 1), (0, 1)], [(0, 1), (1, 0), (1, 3), (2, 1), (3, 0), (3, 2), (0, 0)]
-    for counts, kind in ((lone, "one"), (each, "each")):
+    for counts, kind in ((lone, "one"), (each, "each"), (each, "mixed")):
         cuts = interpreted.CONFIGS[kind, 90]
         assert cuts.shrink_rows == cuts.expand_rows == 1
         with interpreted.override(cuts):

@@ -59,7 +59,7 @@ CONFIGS: Mapping[tuple[Kind, int], Config] = MappingProxyType(
         ("few", 90): Config(16, 64, 4, 3, per_sm=1, share=128),
         ("few", 100): Config(16, 64, 4, 3, per_sm=2, share=128),
         ("decode", 80): Config(16, 32, 1, 4, per_sm=2, shares=4, share=256),
-        ("decode", 90): Config(16, 32, 1, 3, per_sm=2, shares=4, share=8192),
+        ("decode", 90): Config(16, 32, 1, 3, per_sm=2, shares=4, share=2048),
         ("decode", 100): Config(16, 32, 1, 4, per_sm=2, shares=4, share=256),
         ("prefill", 80): Config(128, 32, 8, 3),
         ("prefill", 90): Config(128, 128, 8, 2),
@@ -91,7 +91,7 @@ def candidates(kind: Kind) -> list[Config]:
             (64, 4, 4),
             (128, 4, 3),
         )
-        splits = ((1, 1, 128), (1, 1, 256), (2, 1, 128), (4, 1, 64), (2, 4, 256), (2, 4, 2048))
+        splits = ((1, 1, 128), (1, 1, 256), (2, 1, 128), (4, 1, 64), (2, 4, 256), (2, 4, 2048), (2, 4, 8192))
         return [Config(16, *cut, *split) for cut, split in product(cuts, splits)]
     if kind == "prefill":
         tiles = ((128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 32, 8, 4))

@@ -162,7 +162,8 @@ def kind_of(
     deterministic: bool = False,
     columns: float = 1.0,
 ) -> Kind:
-    """The kind of a call, from shapes alone: a replayed graph has the cuts it was captured with.
+    """The kind of a call, from shapes alone: a replayed graph has the cuts it was captured with. Up to four rows, and
+    with more than two rows a segment on average, tiles have several rows.
 
     columns: of y, for each feature of x.
     """
@@ -178,9 +179,9 @@ def kind_of(
             return "wide" if columns >= 4 and num_rows <= 16 * num_segments else "walk"
         return "long" if columns > 0.5 else "deep"
     if not lora:
-        return "one" if num_rows <= num_segments else "group"  # one row of a LoRA is quicker with tensor cores
+        return "one" if num_rows <= num_segments else "group"
     num_tiles = min(num_rows, num_rows // 16 + num_segments)
-    if num_tiles <= 4:
+    if num_tiles <= 4:  # a single row too, which is quicker with tensor cores
         return "group"
     return "crowd" if num_tiles > 24 else "few" if columns < 4 else "wide"
 

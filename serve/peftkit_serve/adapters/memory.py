@@ -133,7 +133,7 @@ class AdapterMemory:
         return self._num_units * UNIT_BYTES
 
     def used_bytes(self) -> int:
-        """Bytes that resident adapters take."""
+        """Bytes that resident adapters take; other threads read it too."""
         return self._used_bytes
 
     def fits(self, nbytes: int) -> bool:
@@ -231,11 +231,13 @@ class AdapterMemory:
 
     def _forget(self, slot: int) -> None:
         self.wait_for((slot,))
-        packed = self._resident.pop(slot, None)
+        packed, places = self._resident.pop(slot, None), self._places.pop(slot, {})
         if packed is not None:
             self._used_bytes -= packed.nbytes
-            freed = [(start, packed.layers[layer].num_units) for layer, start in self._places.pop(slot, {}).items()]
+            freed = [(start, packed.layers[layer].num_units) for layer, start in places.items()]
             self._holes = _merged([*self._holes, *freed])
+        elif places:  # of a load that was interrupted
+            self._holes = self._free_holes()
         self._ends.pop(slot, None)
         self._extras_by_slot.pop(slot, None)
         self._extras = _joined(self._extras_by_slot.values())
@@ -283,17 +285,34 @@ class AdapterMemory:
         """Moves every extent to the front, without holes between; returns the first free unit."""
         self.wait_for(list(self._arrivals))
         end = 0
-        for start, units, slot, layer in self._extents():
-            if start != end:
-                moved = self._weights_at(start, units * self._unit).clone()  # where it comes from may overlap
-                self._weights_at(end, units * self._unit).copy_(moved)
-                self._places[slot][layer] = end
-            end += units
-        self._holes = [(end, self._num_units - end)]
-        for slot in self._resident:
-            self._write_tables(slot)
-        self._mark_vacated()
+        try:
+            for start, units, slot, layer in self._extents():
+                if start != end:
+                    self._move(start, end, units)
+                    self._places[slot][layer] = end
+                end += units
+        finally:  # where one can't be moved, those before it have been
+            self._holes = self._free_holes()
+            for slot in self._resident:
+                self._write_tables(slot)
+            self._mark_vacated()
         return end
+
+    def _move(self, start: int, end: int, units: int) -> None:
+        """Copies an extent to the front, in pieces that don't overlap where they come from."""
+        for first in range(0, units, start - end):
+            length = min(start - end, units - first) * self._unit
+            self._weights_at(end + first, length).copy_(self._weights_at(start + first, length))
+
+    def _free_holes(self) -> list[tuple[int, int]]:
+        """What no extent takes."""
+        holes: list[tuple[int, int]] = []
+        end = 0
+        for start, units, *_ in [*self._extents(), (self._num_units, 0)]:
+            if start > end:
+                holes.append((end, start - end))
+            end = start + units
+        return holes
 
     def _write_tables(self, slot: int) -> None:
         """Where a slot's layers are; what isn't there has rank or width 0, and any place."""
