@@ -220,10 +220,10 @@ def test_adapters_come_and_go_and_a_removal_waits_for_its_requests(
             await engine.remove_adapter("nobody")
         running = asyncio.create_task(last_of(engine, ask([1], "moved", 140)))
         async with asyncio.timeout(10):
-            while not engine.adapters.get("moved").references:
+            while engine.stats()["running_adapters"] != [entries[0].uid]:  # another thread may be midway to it
                 await asyncio.sleep(0.002)
-        assert engine.adapters.get("moved").resident
-        assert engine.stats()["running_adapters"] == [entries[0].uid]
+        entry = engine.adapters.get("moved")
+        assert entry.references == 1 and entry.resident
         removal = asyncio.create_task(engine.remove_adapter("moved"))
         while "moved" in engine.adapters.names():
             await asyncio.sleep(0.002)
