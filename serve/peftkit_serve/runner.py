@@ -320,10 +320,11 @@ class Runner:
         begun = time.perf_counter()
         windows = self.spec.windows  # all that layers differ in, as far as kernels go
         num_layers = 1 + max(windows.index(window) for window in set(windows))
+        graphs = self._make_graphs(num_layers)
         with compiled_together(self._device):
             self._warm_up(num_layers)
-            self._make_graphs(num_layers).warm_up()
-        self._make_graphs(num_layers).warm_up()  # loads them all, which no capture can
+            graphs.warm_up()
+        graphs.warm_up()  # loads them all, which no capture can
         logger.info("kernels are compiled after %.1f s", time.perf_counter() - begun)
 
     @torch.inference_mode()

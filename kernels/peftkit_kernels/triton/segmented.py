@@ -162,8 +162,8 @@ def kind_of(
     deterministic: bool = False,
     columns: float = 1.0,
 ) -> Kind:
-    """The kind of a call, from shapes alone: a replayed graph has the cuts it was captured with. Up to four rows, and
-    with more than two rows a segment on average, tiles have several rows.
+    """The kind of a call, from shapes alone: a replayed graph has the cuts it was captured with. Tiles have
+    one row where there are at most two rows a segment, but for a LoRA of up to four rows.
 
     columns: of y, for each feature of x.
     """

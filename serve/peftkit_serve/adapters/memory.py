@@ -122,7 +122,7 @@ class AdapterMemory:
         self._extras, self._extras_by_slot = _joined(()), dict[int, Extras]()
         self._ends: dict[int, Ends] = {}
         self._places: dict[int, dict[int, int]] = {}  # slot → layer → first unit of its extent
-        self._holes = [(0, self._num_units)]  # (first unit, units), ascending, none beside another
+        self._holes = self._free_holes()  # (first unit, units), ascending, none beside another
         self._loading = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._arrivals: dict[int, torch.cuda.Event] = {}  # of slots that no step has waited for
         self._vacated: torch.cuda.Event | None = None  # behind the last step that may read what was freed
@@ -210,7 +210,7 @@ class AdapterMemory:
         self.wait_for(list(self._arrivals))
         end, in_hole = 0, False
         taken = [(start, units, False) for start, units, *_ in self._extents()]
-        for start, units, is_hole in sorted(taken + [(*hole, True) for hole in self._holes if hole[1]]):
+        for start, units, is_hole in sorted(taken + [(*hole, True) for hole in self._holes]):
             assert start == end, f"what begins at unit {start} doesn't follow what ends at {end}"
             assert not (in_hole and is_hole), f"two holes meet at unit {start}"
             end, in_hole = start + units, is_hole
@@ -277,12 +277,12 @@ class AdapterMemory:
         wanted = [(layer.num_units, index) for index, layer in enumerate(packed.layers) if layer.num_units]
         found, holes = _placed(wanted, self._holes)
         if len(found) < len(wanted):
-            end = self._slide_together()
-            found, holes = _placed(wanted, [(end, self._num_units - end)])
+            self._slide_together()
+            found, holes = _placed(wanted, self._holes)
         self._places[slot], self._holes = found, holes
 
-    def _slide_together(self) -> int:
-        """Moves every extent to the front, without holes between; returns the first free unit."""
+    def _slide_together(self) -> None:
+        """Moves every extent to the front, without holes between."""
         self.wait_for(list(self._arrivals))
         end = 0
         try:
@@ -296,7 +296,6 @@ class AdapterMemory:
             for slot in self._resident:
                 self._write_tables(slot)
             self._mark_vacated()
-        return end
 
     def _move(self, start: int, end: int, units: int) -> None:
         """Copies an extent to the front, in pieces that don't overlap where they come from."""

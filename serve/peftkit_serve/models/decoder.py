@@ -71,7 +71,8 @@ class Decoder:
         eps = self._spec.norm_eps
         cos_TE, sin_TE = (table.index_select(0, batch.position_T) for table in (self._cos_XE, self._sin_XE))
         x_TH = self._embed(batch) if inputs_TH is None else inputs_TH
-        with_bottlenecks = batch.segments is not None and self._extras(batch).bottlenecks
+        extras = self._extras(batch)
+        with_bottlenecks = batch.segments is not None and extras.bottlenecks
         residual_TH: Tensor | None = None
         for index, layer in enumerate(self._weights.layers[:num_layers]):
             adapted = None if batch.segments is None else self._memory.grouped_tables(index)
@@ -81,7 +82,7 @@ class Decoder:
             if beside is not None:
                 x_TH = self._bottleneck(batch, x_TH, residual_TH, beside[0])
             h_TH, residual_TH = _rms_norm(x_TH, layer.post_norm_H, eps, residual_TH)
-            x_TH = self._mlp(batch, layer, h_TH, adapted if self._extras(batch).feed_forward else None)
+            x_TH = self._mlp(batch, layer, h_TH, adapted if extras.feed_forward else None)
             if beside is not None:
                 x_TH = self._bottleneck(batch, x_TH, residual_TH, beside[1])
         assert residual_TH is not None, "a decoder has layers"
