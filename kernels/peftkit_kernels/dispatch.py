@@ -31,7 +31,7 @@ TRITON: Mapping[str, str] = MappingProxyType(
         "grouped_bottleneck": "triton.bottleneck",
         "grouped_lora": "triton.lora",
         "linear": "triton.linear",
-        "nf4_dequantize": "triton.nf4",
+        "nf4_dequantize": "triton.nf4_dequantize",
         "nf4_dequantize_joined": "triton.training_weights",
         "nf4_linear": "triton.nf4",
         "rms_norm": "triton.norm",

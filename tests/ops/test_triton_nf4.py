@@ -50,14 +50,14 @@ def test_dequantises_as_the_reference_bit_for_bit(
     seed: int, interpreter: Interpreter, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     parts = quantised((torch.randn(shape) * 3).to(dtype))
-    ours = interpreter("nf4").nf4_dequantize(*parts, shape, dtype)
+    ours = interpreter("nf4_dequantize").nf4_dequantize(*parts, shape, dtype)
     assert torch.equal(ours, reference.nf4_dequantize(*parts, shape, dtype))
 
 
 def test_dequantises_as_bitsandbytes_over_many_nested_scales(seed: int, interpreter: Interpreter) -> None:
     weight = torch.randn(300, 64) * torch.rand(300, 1)
     codes, state = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
-    ours = interpreter("nf4").nf4_dequantize(*quantised(weight), (300, 64), torch.float32)
+    ours = interpreter("nf4_dequantize").nf4_dequantize(*quantised(weight), (300, 64), torch.float32)
     assert torch.equal(ours, dequantize_4bit(codes, state))
 
 
@@ -93,6 +93,7 @@ CUTS = (
     {"rows": 4, "span": 2, "outs": 16, "num_warps": 4, "each": 2, "x_ahead": True},
     {"rows": 8, "span": 1, "outs": 16, "num_warps": 4, "deep": 2, "each": 2, "x_ahead": True},
     {"rows": 8, "span": 1, "outs": 16, "num_warps": 4, "deep": 4, "x_ahead": True, "shares": 0},
+    {"rows": 16, "span": 0, "outs": 16, "num_warps": 2, "stages": 3},
 )
 
 
@@ -104,14 +105,15 @@ def test_programs_that_share_tiles_of_outputs_and_of_rows(
     monkeypatch.setattr(module, "_MULTIPROCESSORS", {9: 5})
     with module.override(module.Few(**cut, per_sm=1)):
         check_linear(module, assert_near, cut["rows"] - 1, 70, 256, torch.float32)
-        check_linear(module, assert_near, cut["rows"] + 1, 33, 320, torch.float16)
+        rows = cut["rows"] if cut.get("stages") else cut["rows"] + 1  # such a tile has all rows
+        check_linear(module, assert_near, rows, 33, 320, torch.float16)
     assert not module.counters_of("nf4_linear", 1 << 14, torch.device("cpu")).any()
 
 
 @pytest.mark.parametrize(
     ("rows", "cut"),
-    [(3, None), (3, CUTS[3]), (7, CUTS[4]), (6, CUTS[2]), (40, None)],
-    ids=["few", "ahead", "deep", "wide", "parts"],
+    [(3, None), (3, CUTS[3]), (7, CUTS[4]), (6, CUTS[2]), (14, CUTS[6]), (40, None)],
+    ids=["few", "ahead", "deep", "wide", "scaled", "parts"],
 )
 def test_matrices_joined_below_one_another_keep_an_offset_each(
     seed: int,
@@ -203,10 +205,10 @@ def test_no_more_programs_share_a_tile_than_the_last_one_adds_up(
 def test_dequantises_codes_that_start_anywhere_in_memory(
     seed: int, interpreter: Interpreter, size: tuple[int, int]
 ) -> None:
-    module, parts = interpreter("nf4"), quantised(torch.randn(size))
+    module, parts = interpreter("nf4_dequantize"), quantised(torch.randn(size))
     moved = torch.cat((parts[0][:1], parts[0]))[1:]
     assert moved.storage_offset() == 1
-    with module.override(module.Flat(words=32, num_warps=1)):
+    with module.override(module.Config(words=32, num_warps=1)):
         ours = module.nf4_dequantize(moved, *parts[1:], size, torch.float32)
     assert torch.equal(ours, reference.nf4_dequantize(*parts, size, torch.float32))
 
@@ -255,6 +257,17 @@ def test_multiplies_on_a_gpu(seed: int, assert_near: Near, dtype: torch.dtype, d
     for out_features, in_features in shapes:
         for rows in counts:
             check_linear(nf4, assert_near, rows, out_features, in_features, dtype, "cuda", deterministic)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_weights_scaled_before_the_product_on_a_gpu(seed: int, assert_near: Near, dtype: torch.dtype) -> None:
+    from peftkit_kernels.triton import nf4
+
+    for config in nf4._SCALED:
+        for rows, out_features, in_features in ((config.rows, 28672, 4096), (17, 4096, 14336), (20, 1537, 1536)):
+            with nf4.override(config):
+                check_linear(nf4, assert_near, rows, out_features, in_features, dtype, "cuda")
 
 
 @pytest.mark.gpu

@@ -1,8 +1,8 @@
-"""NF4 in bitsandbytes' layout: dequantised in one pass, and multiplied by without ever being dequantised in memory.
+"""NF4 in bitsandbytes' layout, multiplied by without ever being dequantised in memory, up to some tens of rows.
 
-`nf4_linear` is bound by the arithmetic of decoding before it is by memory: levels come from a table in shared memory
-(`nf4_table`), products from tensor cores, and a scale is applied to the sum over its block (`nf4_few`, `nf4_wide`).
-`nf4_dequantize` must round as float32 does and shuffles all.
+This is bound by the arithmetic of decoding before it is by memory: levels come from a table in shared memory
+(`nf4_table`), products from tensor cores, and a scale is applied to the sum over its block (`nf4_few`, `nf4_wide`) or
+to its weights (`nf4_scaled`).
 """
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
@@ -11,21 +11,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, product
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from peftkit_kernels import reference
 from peftkit_kernels.triton.compile import Specimen
 from peftkit_kernels.triton.dependent import has_dependents, launch_options
 from peftkit_kernels.triton.device import capability_of, counters_of
-from peftkit_kernels.triton.nf4_decode import scale, word_levels
+from peftkit_kernels.triton.nf4_dequantize import nf4_dequantize
 from peftkit_kernels.triton.nf4_few import few_kernel
 from peftkit_kernels.triton.nf4_parts import add_parts_kernel, parts_kernel
+from peftkit_kernels.triton.nf4_scaled import scaled_kernel, spread_kernel
 from peftkit_kernels.triton.nf4_wide import wide_kernel
 
 
@@ -50,7 +50,7 @@ class Few:
     rows: int
     """Rows of x at a time."""
     span: int
-    """Blocks of 64 inputs at a time; 0: one, with x in shared memory (`nf4_wide`)."""
+    """Blocks of 64 inputs at a time; 0: one, with x in shared memory (`nf4_wide`, `nf4_scaled`)."""
     outs: int
     """Output features a warp."""
     num_warps: int
@@ -68,18 +68,10 @@ class Few:
     """Programs that share a tile, at most; 0: programs have a whole tile each, on nearly every multiprocessor."""
     steps: tuple[int, int] | None = None
     """Steps a program, at least and at most."""
+    stages: int = 0
+    """Steps on their way to shared memory and in use, whose weights are scaled (`nf4_scaled`); 0: their sums are."""
 
 
-@dataclass(frozen=True, slots=True)
-class Flat:
-    """How weights are dequantised."""
-
-    words: int
-    """Words of eight codes a program."""
-    num_warps: int
-
-
-FLAT = Flat(words=256, num_warps=4)
 FEW: Mapping[int, tuple[Few, ...]] = MappingProxyType(
     {
         4: (
@@ -101,6 +93,13 @@ FEW: Mapping[int, tuple[Few, ...]] = MappingProxyType(
 """Number of rows, at most → configurations, of which the first that suits is taken. On other compute capabilities than
 9 the last one up to 8 rows, and none above."""
 
+_SCALED = tuple(
+    Few(rows, 0, 16, num_warps, per_sm=8 // num_warps, registers=255, stages=stages)
+    for rows, num_warps, stages in ((64, 8, 5), (64, 8, 6), (64, 4, 5), (64, 4, 6), (32, 8, 6), (32, 8, 8), (32, 4, 8))
+)
+"""Cuts of `nf4_scaled` to be timed, none taken by itself. With fewer stages they take less than 48 KiB beside the table
+of levels, of which the launcher doesn't know, and more with it, for which it would have to ask."""
+
 _LEAST_INPUTS = 256  # Triton 3.6 can't lay out a row of a single step
 
 CONFIGS: Mapping[int, Config] = MappingProxyType(
@@ -120,42 +119,8 @@ _MOST_SUMS = 2048  # in shared memory beside the tables, in 48 KiB
 _EVEN = 0.9  # share of the multiprocessors that have a tile, at least, where programs have whole ones
 
 _MULTIPROCESSORS: Mapping[int, int] = MappingProxyType({8: 108, 9: 132, 10: 148})
-C = TypeVar("C", Config, Few, Flat)
-_override: list[Config | Few | Flat] = []
-
-
-def nf4_dequantize(
-    code_X: Tensor,
-    absmax_B: Tensor,
-    absmax_code: Tensor,
-    absmax_scale: Tensor,
-    absmax_offset: Tensor,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-) -> Tensor:
-    """See `peftkit_kernels.reference.nf4_dequantize`; the same bits."""
-    weight_OI = torch.empty(shape, dtype=dtype, device=code_X.device)
-    num_elements = weight_OI.numel()
-    if num_elements:
-        config = (_overridden(Flat) if _override else None) or FLAT
-        if code_X.numel() % 4 or code_X.storage_offset() % 4:  # codes are read eight at a time
-            code_X = F.pad(code_X, (0, -code_X.numel() % 4))
-        _dequantize[(-(-num_elements // (8 * config.words)),)](
-            code_X.contiguous().view(torch.int32),
-            absmax_B.contiguous(),
-            absmax_code.contiguous(),
-            absmax_scale.contiguous(),
-            absmax_offset.contiguous(),
-            weight_OI,
-            num_elements,
-            WORDS=config.words,
-            WHOLE=num_elements % (8 * config.words) == 0,
-            SHUFFLE=code_X.is_cuda,
-            OFFSETS=absmax_offset.dim() > 0,
-            num_warps=config.num_warps,
-            enable_fp_fusion=False,  # a scale is rounded before the offset is added
-        )
-    return weight_OI
+C = TypeVar("C", Config, Few)
+_override: list[Config | Few] = []
 
 
 def nf4_linear(
@@ -210,7 +175,10 @@ def _in_steps(
     dependent = constant and x_TI.is_cuda and has_dependents(device)
     num_sums = 2 * num_programs * config.rows * _outs(config) if most else 0
     sums = torch.empty(num_sums, dtype=torch.float32, device=device)
-    (few_kernel if config.span else wide_kernel)[(num_programs,)](
+    if config.stages:
+        x_TI = _spread(x_TI, config.rows, dependent)
+    strides = () if config.stages else (x_TI.stride(0),)
+    _kernel(config)[(num_programs,)](
         x_TI,
         code_X.view(torch.int16),
         absmax_B,
@@ -220,7 +188,7 @@ def _in_steps(
         sums,
         counters_of("nf4_linear", triton.next_power_of_2(max(2 * num_tiles, 1 << 14)), device),
         num_rows,
-        x_TI.stride(0),
+        *strides,
         OUT=out_features,
         IN=in_features,
         **_few_constants(config, row_tiles, most),
@@ -235,7 +203,37 @@ def _in_steps(
     )
 
 
+def _spread(x_TI: Tensor, rows: int, dependent: bool) -> Tensor:
+    """x with so many rows, in the order of `nf4_scaled`'s weights."""
+    num_rows, in_features = x_TI.shape
+    assert num_rows <= rows, "a tile has all rows"
+    spread_RI = torch.empty(rows, in_features, dtype=x_TI.dtype, device=x_TI.device)
+    spread_kernel[(rows, triton.cdiv(in_features, _SPREAD))](
+        x_TI,
+        spread_RI,
+        num_rows,
+        x_TI.stride(0),
+        IN=in_features,
+        BLOCK=_SPREAD,
+        DEPENDENT=dependent,
+        num_warps=4,
+        **launch_options(dependent),
+    )
+    return spread_RI
+
+
+_SPREAD = 1024
+
+
+def _kernel(config: Few) -> Any:
+    if config.span:
+        return few_kernel
+    return scaled_kernel if config.stages else wide_kernel
+
+
 def _few_constants(config: Few, row_tiles: int, most: int) -> dict[str, int | bool]:
+    if config.stages:
+        return {"ROWS": config.rows, "WARPS": config.num_warps, "STAGES": config.stages, "MOST": most}
     constants = {"ROWS": config.rows, "ROW_TILES": row_tiles, "WARPS": config.num_warps, "MOST": most}
     if not config.span:
         return constants | {"PIECES": 2 if config.num_warps * config.rows > 128 else 1}
@@ -298,50 +296,13 @@ def _in_parts(
 _ADD = 512
 
 
-@triton.jit
-def _dequantize(
-    code,
-    absmax,
-    absmax_code,
-    absmax_scale,
-    absmax_offset,
-    weight,
-    num_elements,
-    WORDS: tl.constexpr,
-    WHOLE: tl.constexpr,
-    SHUFFLE: tl.constexpr,
-    OFFSETS: tl.constexpr,
-):
-    """Neighbouring threads have neighbouring words of eight codes: a warp stores 512 bytes that lie together."""
-    first = tl.program_id(0).to(tl.int64) * WORDS
-    left = num_elements - first * 8
-    word = tl.max_contiguous(tl.arange(0, WORDS), 1)  # or a thread would take four neighbours and move three of them
-    if not WHOLE:
-        word = tl.minimum(word, (left - 1) // 8)
-    packed = tl.load(code + first + word)
-    factor = scale(absmax, absmax_code, absmax_scale, absmax_offset, (first + word) // 8, OFFSETS)
-    l0, l1, l2, l3, l4, l5, l6, l7 = word_levels(packed, SHUFFLE)
-    even = tl.join(tl.join(l0, l4), tl.join(l2, l6))
-    odd = tl.join(tl.join(l1, l5), tl.join(l3, l7))
-    levels = tl.reshape(tl.join(even, odd), (WORDS, 8))
-    value = (levels * factor[:, None]).to(weight.dtype.element_ty)
-    element = tl.arange(0, WORDS)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    if WHOLE:
-        tl.store(weight + first * 8 + element, value)
-    else:
-        tl.store(weight + first * 8 + element, value, mask=element < left)
-
-
-def candidates(kind: str) -> Iterator[Config | Few | Flat]:
-    """Configurations worth timing for a product with so many rows, or to "dequantize"."""
-    rows = 0 if kind == "dequantize" else int(kind)
-    if not rows:
-        yield from (Flat(32 * num_warps * each, num_warps) for num_warps in (2, 4, 8) for each in (1, 2, 4, 8))
-        return
-    padded = max(4, triton.next_power_of_2(rows))
+def candidates(rows: str) -> Iterator[Few]:
+    """Configurations worth timing for a product with so many rows."""
+    padded = max(4, triton.next_power_of_2(int(rows)))
     programs = ((2, 6), (4, 2), (4, 3), (4, 4), (8, 1), (8, 2))
     if padded >= 16:
         yield from (Few(padded, 0, 16, num_warps, per_sm) for num_warps, per_sm in programs)
+        yield from (one for one in _SCALED if one.rows == padded)
     for span, outs, (num_warps, per_sm), deep, x_ahead in product(
         (1, 2), (16, 32, 64), programs, (1, 4), (False, True)
     ):
@@ -352,7 +313,7 @@ def candidates(kind: str) -> Iterator[Config | Few | Flat]:
 
 
 @contextmanager
-def override(config: Config | Few | Flat) -> Iterator[None]:
+def override(config: Config | Few) -> Iterator[None]:
     """Takes one configuration for what it is for, for the calls inside."""
     _override.append(config)
     try:
@@ -439,14 +400,10 @@ def _splits(num_warps: int, blocks: int, multiprocessors: int) -> int:
 
 
 def specimens(capability: int) -> Iterator[Specimen]:
-    """Dequantise and multiply at a Llama-3.1-8B feed-forward shape."""
+    """Products at a Llama-3.1-8B feed-forward shape."""
     quantised = {"code": "*u8", "absmax": "*u8"}
     quantised |= dict.fromkeys(("absmax_code", "absmax_scale", "absmax_offset"), "*fp32")
     for dtype in ("*bf16", "*fp16"):
-        constants = {"WORDS": FLAT.words, "WHOLE": True, "SHUFFLE": True, "OFFSETS": False}
-        signature = {**quantised, "code": "*i32", "weight": dtype, "num_elements": "i32"}
-        signature |= dict.fromkeys(constants, "constexpr")
-        yield Specimen(_dequantize, signature, constants, num_warps=FLAT.num_warps, num_stages=1)
         for rows, config in CONFIGS.items():
             constants = {"OUT": 4096, "IN": 14336, "ROWS": rows, "OUTS": config.outs, "SPLITS": 4}
             constants |= {"UNROLL": config.unroll, "HAS_BIAS": False, "PERMUTE": True}
@@ -454,7 +411,7 @@ def specimens(capability: int) -> Iterator[Specimen]:
             pointers = {"x": dtype, **quantised, "code": "*i16", "bias": dtype, "sums": "*fp32"}
             signature = {**pointers, "num_rows": "i32", "x_stride": "i32", **dict.fromkeys(constants, "constexpr")}
             yield Specimen(parts_kernel, signature, constants, config.num_warps, config.num_stages)
-        for config in chain(*FEW.values()):
+        for config in chain(*FEW.values(), _SCALED[:1], _SCALED[-1:]):
             if capability != 90 and (config.rows > 8 or config.shares is not None or config.steps):
                 continue
             constants = {"OUT": 28672, "IN": 4096, **_few_constants(config, 1, 0 if config.shares == 0 else 4)}
@@ -462,9 +419,12 @@ def specimens(capability: int) -> Iterator[Specimen]:
             pointers = {"x": dtype, **quantised, "code": "*i16", "bias": dtype, "y": dtype, "sums": "*fp32"}
             signature = {**pointers, "arrived": "*i32", "num_rows": "i32", "x_stride": "i32:16"}
             signature |= dict.fromkeys(constants, "constexpr")
-            yield Specimen(
-                few_kernel if config.span else wide_kernel, signature, constants, config.num_warps, num_stages=1
-            )
+            if config.stages:
+                del signature["x_stride"]
+            yield Specimen(_kernel(config), signature, constants, config.num_warps, num_stages=1)
+        constants = {"IN": 4096, "BLOCK": _SPREAD, "DEPENDENT": capability >= 90}
+        signature = {"x": dtype, "spread": dtype, "num_rows": "i32", "x_stride": "i32:16"}
+        yield Specimen(spread_kernel, signature | dict.fromkeys(constants, "constexpr"), constants, 4, num_stages=1)
     constants = {"OUT": 4096, "SPLITS": 4, "HAS_BIAS": True, "BLOCK": _ADD}
     signature = {"sums": "*fp32", "bias": "*bf16", "y": "*bf16", "num_rows": "i32"}
     yield Specimen(

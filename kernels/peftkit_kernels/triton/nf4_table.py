@@ -65,6 +65,29 @@ def pair_levels(units, column, dtype: tl.constexpr, TABLE: tl.constexpr):
 
 
 @triton.jit
+def scaled_levels(units, factor, column, dtype: tl.constexpr, TABLE: tl.constexpr):
+    """The same times `factor`, which is of the levels' dtype and the same for both of two units; units in two dims."""
+    if not TABLE:
+        shape: tl.constexpr = units.shape
+        w0, w1, w2, w3 = pair_levels(tl.reshape(units, (1, shape[0], shape[1])), column, dtype, TABLE)
+        levels = (
+            tl.reshape(w0, shape) * factor,
+            tl.reshape(w1, shape) * factor,
+            tl.reshape(w2, shape) * factor,
+            tl.reshape(w3, shape) * factor,
+        )
+    elif dtype == tl.float16:
+        levels = tl.inline_asm_elementwise(
+            _SCALED_FP16, _SCALED_REGISTERS, [units, factor, column], dtype=(tl.float16,) * 4, is_pure=True, pack=2
+        )
+    else:
+        levels = tl.inline_asm_elementwise(
+            _SCALED_BF16, _SCALED_REGISTERS, [units, factor, column], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2
+        )
+    return levels
+
+
+@triton.jit
 def _two(byte, dtype: tl.constexpr):
     return tl.interleave(level((byte >> 4) & 15), level(byte & 15)).to(dtype)
 
@@ -155,9 +178,20 @@ def _look_up_asm() -> str:
     return "{ " + " ".join(lines) + " }"
 
 
+def _scaled_asm(kind: str) -> str:
+    lines = [".reg .b32 at<4>, value<4>;"]
+    lines += [f"dp4a.u32.u32 at{q}, $4, {0x80 << 8 * q:#010x}, $6;" for q in range(4)]
+    lines += [f"ld.shared.b32 value{q}, [at{q}];" for q in range(4)]
+    lines += [f"mul.rn.{kind} ${q}, value{q}, $5;" for q in range(4)]
+    return "{ " + " ".join(lines) + " }"
+
+
 _FILL_SCALES = tl.constexpr(_fill_scales_asm())
 _FILL_FP16 = tl.constexpr(_fill_asm(torch.float16))
 _FILL_BF16 = tl.constexpr(_fill_asm(torch.bfloat16))
 _LOOK_UP_REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r")
 _LOOK_UP = tl.constexpr(_look_up_asm())
+_SCALED_REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r,r")
+_SCALED_FP16 = tl.constexpr(_scaled_asm("f16x2"))
+_SCALED_BF16 = tl.constexpr(_scaled_asm("bf16x2"))
 _SCALE = tl.constexpr("{ .reg .b32 at; mad.lo.u32 at, $1, 32, $2; ld.shared.f32 $0, [at]; }")
