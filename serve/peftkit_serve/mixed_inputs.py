@@ -14,7 +14,7 @@ A bucket has more tokens than requests, from which attention knows that there ar
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -36,28 +36,53 @@ _ROWS = (4, 16, 64)
 _SEGMENTS = {Reach.ATTENTION: (4, 16, 64, 128), Reach.LINEARS: (4, 16, 64, 128), Reach.ALL: (16,)}
 _NOTHING = Sample(SamplingParams(temperature=0.0), 0, 0)
 
-_OF_TOKENS = {"token": 0, "source": -1, "position": 0, "cell": 0, "segment_row": 0}
-"""Field → what stands behind the live entries; a cell is the scratch page's."""
-_OF_ROWS = {
-    "num_virtual": 0, "context": 0, "segment_slot": 0, "sample_row": 0, "sample_segment_row": 0,
-    "sample_segment_slot": 0, "temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "seed": 0, "step": 0,
-}  # fmt: skip
-_FROM_ROWS = ("cu_seqlens", "segment_start", "sample_segment_start")
-"""One entry more than rows; behind the live entries the last one is repeated."""
-_INT64 = {"token", "source", "position", "cell", "segment_row", "sample_row", "sample_segment_row", "seed", "step"}
-_FLOAT32 = {"temperature", "top_p", "min_p"}
+
+class _Field(NamedTuple):
+    per: Literal["token", "row", "bound"]
+    """What it has an entry for; bounds of rows are one more than rows."""
+    dtype: torch.dtype
+    padding: int = 0
+    """What stands behind the live entries; a cell is the scratch page's, and the last of bounds is repeated."""
+
+
+_FIELDS = {
+    "token": _Field("token", torch.int64),
+    "source": _Field("token", torch.int64, padding=-1),
+    "position": _Field("token", torch.int64),
+    "cell": _Field("token", torch.int64),
+    "segment_row": _Field("token", torch.int64),
+    "cu_seqlens": _Field("bound", torch.int32),
+    "context": _Field("row", torch.int32),
+    "num_virtual": _Field("row", torch.int32),
+    "segment_start": _Field("bound", torch.int32),
+    "segment_slot": _Field("row", torch.int32),
+    "sample_row": _Field("row", torch.int64),
+    "sample_segment_row": _Field("row", torch.int64),
+    "sample_segment_start": _Field("bound", torch.int32),
+    "sample_segment_slot": _Field("row", torch.int32),
+    "temperature": _Field("row", torch.float32),
+    "top_k": _Field("row", torch.int32),
+    "top_p": _Field("row", torch.float32, padding=1),
+    "min_p": _Field("row", torch.float32),
+    "seed": _Field("row", torch.int64),
+    "step": _Field("row", torch.int64),
+}
 
 
 def mixed_buckets(max_tokens: int, max_rows: int) -> tuple[Bucket, ...]:
-    """The buckets for steps of so many tokens and requests at most, in the order in which they are tried."""
-    most = min(max_tokens, _TOKENS[-1])
+    """The buckets for steps of so many tokens and requests at most."""
     found: list[Bucket] = []
-    for num_tokens in (*(size for size in _TOKENS if size < most), most):
+    for num_tokens in token_buckets(max_tokens):
         for num_rows in _up_to(min(max_rows, num_tokens - 1), _ROWS):
             found.append(Bucket(num_tokens, num_rows, 0, Reach.ATTENTION))
             for reach, few in _SEGMENTS.items():
                 found += [Bucket(num_tokens, num_rows, size, reach) for size in _up_to(num_rows, few)]
     return tuple(found)
+
+
+def token_buckets(max_tokens: int) -> tuple[int, ...]:
+    """Numbers of tokens that steps of so many at most are padded to."""
+    return _up_to(min(max_tokens, _TOKENS[-1]), _TOKENS)
 
 
 def _up_to(most: int, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -74,24 +99,24 @@ class MixedInputs:
         max_tokens: most tokens of a step.
         """
         self.last_token_R = last_token_R
-        self._buckets = mixed_buckets(max_tokens, len(last_token_R))
-        most_tokens, most_rows = min(max_tokens, _TOKENS[-1]), len(last_token_R)
-        counts = dict.fromkeys(_OF_TOKENS, most_tokens) | dict.fromkeys(_OF_ROWS, most_rows)
-        counts |= dict.fromkeys(_FROM_ROWS, most_rows + 1)
-        self._staging = Staging({name: (count, _dtype(name)) for name, count in counts.items()}, page_NM)
+        self._max_tokens, self._max_rows = max_tokens, len(last_token_R)
+        self._tokens = token_buckets(max_tokens)
+        most = Bucket(self._tokens[-1], self._max_rows, 0, Reach.ATTENTION)
+        sizes = {name: (_count(field, most), field.dtype) for name, field in _FIELDS.items()}
+        self._staging = Staging(sizes, page_NM)
         self._host, self._at = self._staging.host, self._staging.at
         self._at["source"].fill_(-1)  # until a step is staged too, no row reads what another one has drawn
-        self._padding = _OF_TOKENS | _OF_ROWS | {"cell": scratch_page * PAGE_TOKENS}
+        self._padding = {name: field.padding for name, field in _FIELDS.items()} | {"cell": scratch_page * PAGE_TOKENS}
         self.plain = True
         """Whether no row of the step staged last asks for more than a draw from its logits as they are."""
 
     def buckets(self) -> list[Bucket]:
         """All that steps are padded to."""
-        return list(self._buckets)
+        return list(mixed_buckets(self._max_tokens, self._max_rows))
 
     def holds(self, num_tokens: int, num_rows: int) -> bool:
         """Whether there is a bucket for a step of so many tokens and requests."""
-        return any(one.num_tokens >= num_tokens and one.num_rows >= num_rows for one in self._buckets)
+        return num_rows <= self._max_rows and max(num_tokens, num_rows + 1) <= self._tokens[-1]
 
     def write(self, chunks: Sequence[Chunk], sources: Sequence[int], reach: Reach) -> Bucket:
         """Stages a step that `holds` has accepted and starts its copy to the device; returns the bucket it fills.
@@ -122,24 +147,28 @@ class MixedInputs:
 
     def batch(self, bucket: Bucket) -> Batch:
         """The device's buffers as a step of that bucket."""
-        num_tokens, num_rows = bucket.num_tokens, bucket.num_rows
-        tokens = {name: self._at[name][:num_tokens] for name in _OF_TOKENS}
-        rows = {name: self._at[name][:num_rows] for name in _OF_ROWS}
-        late_T = self.last_token_R.index_select(0, tokens["source"].clamp(min=0))
+        at = {name: self._at[name][: _count(field, bucket)] for name, field in _FIELDS.items()}
+        late_T = self.last_token_R.index_select(0, at["source"].clamp(min=0))
         segments = sample_segments = None
         if bucket.num_segments:
-            segments = self._segments("segment_", tokens["segment_row"], bucket)
-            sample_segments = self._segments("sample_segment_", rows["sample_segment_row"], bucket)
+            segments, sample_segments = (
+                Segments(
+                    at[f"{name}row"],
+                    at[f"{name}start"][: bucket.num_segments + 1],
+                    at[f"{name}slot"][: bucket.num_segments],
+                )
+                for name in ("segment_", "sample_segment_")
+            )
         return Batch(
-            token_T=torch.where(tokens["source"] < 0, tokens["token"], late_T),
-            position_T=tokens["position"],
-            cell_T=tokens["cell"],
-            cu_seqlens_N1=self._at["cu_seqlens"][: num_rows + 1],
-            context_N=rows["context"],
-            page_NM=self._staging.page_NM[:num_rows],
-            num_virtual_N=rows["num_virtual"],
+            token_T=torch.where(at["source"] < 0, at["token"], late_T),
+            position_T=at["position"],
+            cell_T=at["cell"],
+            cu_seqlens_N1=at["cu_seqlens"],
+            context_N=at["context"],
+            page_NM=self._staging.page_NM[: bucket.num_rows],
+            num_virtual_N=at["num_virtual"],
             segments=segments,
-            sample_row_X=rows["sample_row"],
+            sample_row_X=at["sample_row"],
             sample_segments=sample_segments,
             extras=bucket.reach.extras,
         )
@@ -148,34 +177,23 @@ class MixedInputs:
         """The device's buffers as what the chunks' last rows are drawn by."""
         return Draws(*(self._at[name][: bucket.num_rows] for name in Draws._fields))
 
-    def _segments(self, name: str, row_X: Tensor, bucket: Bucket) -> Segments:
-        start_G1 = self._at[f"{name}start"][: bucket.num_segments + 1]
-        return Segments(row_X, start_G1, self._at[f"{name}slot"][: bucket.num_segments])
-
     def _bucket_of(self, num_tokens: int, num_rows: int, num_segments: int, reach: Reach) -> Bucket:
+        tokens = next(size for size in self._tokens if size >= max(num_tokens, num_rows + 1))
+        rows = next(size for size in _up_to(min(self._max_rows, tokens - 1), _ROWS) if size >= num_rows)
         if not num_segments:
-            reach = Reach.ATTENTION
-        return next(
-            one
-            for one in self._buckets
-            if one.num_tokens >= num_tokens
-            and one.num_rows >= num_rows
-            and one.num_segments >= num_segments
-            and one.reach == reach
-            and (one.num_segments > 0) == (num_segments > 0)
+            return Bucket(tokens, rows, 0, Reach.ATTENTION)
+        return Bucket(
+            tokens, rows, next(size for size in _up_to(rows, _SEGMENTS[reach]) if size >= num_segments), reach
         )
 
     def _write(self, fields: Mapping[str, NDArray[Any]], bucket: Bucket) -> None:
         """The fields with what stands behind them up to the bucket's sizes."""
         for name, values in fields.items():
-            host = self._host[name]
-            size = bucket.num_tokens if name in _OF_TOKENS else bucket.num_rows
+            host, field = self._host[name], _FIELDS[name]
             host[: len(values)] = values
-            if name in _FROM_ROWS:
-                host[len(values) : size + 1] = values[-1]
-            else:
-                host[len(values) : size] = self._padding[name]
+            host[len(values) : _count(field, bucket)] = values[-1] if field.per == "bound" else self._padding[name]
 
 
-def _dtype(name: str) -> torch.dtype:
-    return torch.int64 if name in _INT64 else torch.float32 if name in _FLOAT32 else torch.int32
+def _count(field: _Field, bucket: Bucket) -> int:
+    """Entries of a field in a bucket."""
+    return bucket.num_tokens if field.per == "token" else bucket.num_rows + (field.per == "bound")
