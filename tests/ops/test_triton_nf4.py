@@ -94,6 +94,7 @@ CUTS = (
     {"rows": 8, "span": 1, "outs": 16, "num_warps": 4, "deep": 2, "each": 2, "x_ahead": True},
     {"rows": 8, "span": 1, "outs": 16, "num_warps": 4, "deep": 4, "x_ahead": True, "shares": 0},
     {"rows": 16, "span": 0, "outs": 16, "num_warps": 2, "stages": 3},
+    {"rows": 16, "span": 1, "outs": 64, "num_warps": 4},
 )
 
 

@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 _WARP_SIZE = 32
+_RESERVED = 1024  # bytes of the system's, which code for 9.0 and later counts where it declares memory itself
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,17 @@ class Compiled:
     spills: int
     """Bytes of a thread's local memory: registers that found no room, and arrays indexed at run time."""
     shared_bytes: int
-    """Of a program."""
+    """Of a program, as Triton allots it at the launch."""
+    own_shared_bytes: int
+    """Of a program beside that, declared in the kernel's assembly."""
 
 
 def compile_for(specimen: Specimen, capability: int) -> Compiled:
     """Compiles a kernel for a compute capability (90 is 9.0) down to machine code; no GPU is needed."""
     compiled = translated(specimen, capability)
     usage = _resource_usage(compiled.asm["cubin"])
-    return Compiled(usage["REG"], usage["STACK"] + usage["LOCAL"], compiled.metadata.shared)
+    own = max(0, usage["SHARED"] - (_RESERVED if capability >= 90 else 0))
+    return Compiled(usage["REG"], usage["STACK"] + usage["LOCAL"], compiled.metadata.shared, own)
 
 
 def translated(specimen: Specimen, capability: int) -> Any:

@@ -94,11 +94,22 @@ FEW: Mapping[int, tuple[Few, ...]] = MappingProxyType(
 9 the last one up to 8 rows, and none above."""
 
 _SCALED = tuple(
-    Few(rows, 0, 16, num_warps, per_sm=8 // num_warps, registers=255, stages=stages)
-    for rows, num_warps, stages in ((64, 8, 5), (64, 8, 6), (64, 4, 5), (64, 4, 6), (32, 8, 6), (32, 8, 8), (32, 4, 8))
+    Few(rows, 0, 16, num_warps, per_sm, registers, stages=stages)
+    for rows, num_warps, per_sm, registers, stages in (
+        (16, 4, 4, 128, 4),
+        (16, 4, 2, 255, 12),
+        (16, 8, 2, 128, 12),
+        (32, 4, 2, 255, 8),
+        (32, 8, 1, 255, 8),
+        (32, 8, 2, 128, 6),
+        (64, 4, 2, 255, 5),
+        (64, 4, 2, 255, 6),
+        (64, 8, 1, 255, 5),
+        (64, 8, 1, 255, 8),
+    )
 )
-"""Cuts of `nf4_scaled` to be timed, none taken by itself. With fewer stages they take less than 48 KiB beside the table
-of levels, of which the launcher doesn't know, and more with it, for which it would have to ask."""
+"""Cuts of `nf4_scaled` to be timed, none taken by itself. Beside the table of levels, of which the launcher doesn't
+know, each takes less than 16 KiB of shared memory or more than 48: between them it wouldn't ask for what both take."""
 
 _LEAST_INPUTS = 256  # Triton 3.6 can't lay out a row of a single step
 
@@ -235,8 +246,9 @@ def _few_constants(config: Few, row_tiles: int, most: int) -> dict[str, int | bo
     if config.stages:
         return {"ROWS": config.rows, "WARPS": config.num_warps, "STAGES": config.stages, "MOST": most}
     constants = {"ROWS": config.rows, "ROW_TILES": row_tiles, "WARPS": config.num_warps, "MOST": most}
+    constants |= {"PIECES": 2 if config.rows * _outs(config) > _MOST_SUMS else 1}
     if not config.span:
-        return constants | {"PIECES": 2 if config.num_warps * config.rows > 128 else 1}
+        return constants
     ways = {"SPAN": config.span, "OUTS": config.outs, "DEEP": config.deep, "EACH": config.each}
     return constants | ways | {"X_AHEAD": config.x_ahead}
 
@@ -299,10 +311,10 @@ _ADD = 512
 def candidates(rows: str) -> Iterator[Few]:
     """Configurations worth timing for a product with so many rows."""
     padded = max(4, triton.next_power_of_2(int(rows)))
+    yield from (one for one in _SCALED if one.rows == max(16, padded))
     programs = ((2, 6), (4, 2), (4, 3), (4, 4), (8, 1), (8, 2))
     if padded >= 16:
         yield from (Few(padded, 0, 16, num_warps, per_sm) for num_warps, per_sm in programs)
-        yield from (one for one in _SCALED if one.rows == padded)
     for span, outs, (num_warps, per_sm), deep, x_ahead in product(
         (1, 2), (16, 32, 64), programs, (1, 4), (False, True)
     ):
@@ -411,7 +423,7 @@ def specimens(capability: int) -> Iterator[Specimen]:
             pointers = {"x": dtype, **quantised, "code": "*i16", "bias": dtype, "sums": "*fp32"}
             signature = {**pointers, "num_rows": "i32", "x_stride": "i32", **dict.fromkeys(constants, "constexpr")}
             yield Specimen(parts_kernel, signature, constants, config.num_warps, config.num_stages)
-        for config in chain(*FEW.values(), _SCALED[:1], _SCALED[-1:]):
+        for config in chain(*FEW.values(), _SCALED):
             if capability != 90 and (config.rows > 8 or config.shares is not None or config.steps):
                 continue
             constants = {"OUT": 28672, "IN": 4096, **_few_constants(config, 1, 0 if config.shares == 0 else 4)}

@@ -26,7 +26,8 @@ def few_kernel(
     x, code, absmax, absmax_code, absmax_scale, absmax_offset, bias, y, sums, arrived, num_rows, x_stride,
     OUT: tl.constexpr, IN: tl.constexpr, ROWS: tl.constexpr, ROW_TILES: tl.constexpr, SPAN: tl.constexpr,
     WARPS: tl.constexpr, OUTS: tl.constexpr, DEEP: tl.constexpr, EACH: tl.constexpr, X_AHEAD: tl.constexpr,
-    MOST: tl.constexpr, OFFSETS: tl.constexpr, HAS_BIAS: tl.constexpr, TABLE: tl.constexpr, DEPENDENT: tl.constexpr,
+    PIECES: tl.constexpr, MOST: tl.constexpr, OFFSETS: tl.constexpr, HAS_BIAS: tl.constexpr, TABLE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A tile has OUTS outputs for each of WARPS / DEEP warps and ROWS rows of x; a step, SPAN blocks of it for each of
     DEEP warps. x is read through L1. Codes and scales' scales are loaded a step before their use, with X_AHEAD x too;
@@ -84,8 +85,8 @@ def few_kernel(
             value = tl.sum(tl.reshape(total, (WARPS, OUTS, ROWS, SPAN)), axis=3)
             if DEEP > 1:
                 value = tl.sum(tl.reshape(value, (DEEP, tall, OUTS, ROWS)), axis=0)
-            finish(
-                value, bias, y, sums, arrived, num_rows, tile, tiles * depth, depth, 0, 1, OUT, ROWS, ROW_TILES, tall,
+            finish_in_pieces(
+                value, bias, y, sums, arrived, num_rows, tile, tiles * depth, depth, PIECES, OUT, ROWS, ROW_TILES, tall,
                 OUTS, MOST, HAS_BIAS,
             )  # fmt: skip
             total = tl.zeros((WARPS, OUTS, ROWS * SPAN), tl.float32)
@@ -255,6 +256,30 @@ def factor(
     value = tl.reshape(tl.permute(value, (1, 0, 2, 3)), (WARPS, OUTS, 1, 8))
     value = tl.broadcast_to(value, (WARPS, OUTS, ROWS * SPAN // 8, 8))
     return tl.reshape(value, (WARPS, OUTS, ROWS * SPAN))
+
+
+@triton.jit
+def finish_in_pieces(
+    value, bias, y, sums, arrived, num_rows, tile, steps: tl.constexpr, depth: tl.constexpr, PIECES: tl.constexpr,
+    OUT: tl.constexpr, ROWS: tl.constexpr, ROW_TILES: tl.constexpr, WARPS: tl.constexpr, OUTS: tl.constexpr,
+    MOST: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """A tile as a whole, or its rows in two halves, so that the way to memory takes less shared memory."""
+    if PIECES == 2:
+        lower, upper = tl.split(tl.permute(tl.reshape(value, (WARPS, OUTS, 2, ROWS // 2)), (0, 1, 3, 2)))
+        finish(
+            lower, bias, y, sums, arrived, num_rows, tile, steps, depth, 0, 2, OUT, ROWS // 2, ROW_TILES, WARPS, OUTS,
+            MOST, HAS_BIAS,
+        )  # fmt: skip
+        finish(
+            upper, bias, y, sums, arrived, num_rows, tile, steps, depth, 1, 2, OUT, ROWS // 2, ROW_TILES, WARPS, OUTS,
+            MOST, HAS_BIAS,
+        )  # fmt: skip
+    else:
+        finish(
+            value, bias, y, sums, arrived, num_rows, tile, steps, depth, 0, 1, OUT, ROWS, ROW_TILES, WARPS, OUTS, MOST,
+            HAS_BIAS,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -12,8 +12,6 @@ import triton.language as tl
 
 from peftkit_kernels.triton.nf4_decode import level, level_words
 
-TABLE_BYTES = (256 * 32 + 256 * 8) * 4
-
 
 @triton.jit
 def fill_levels(dtype: tl.constexpr):

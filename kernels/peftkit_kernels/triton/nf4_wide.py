@@ -10,7 +10,16 @@ import triton
 import triton.language as tl
 
 from peftkit_kernels.triton.dependent import wait_turn
-from peftkit_kernels.triton.nf4_few import codes, factor, finish, first_offset, nested, next_offset, scale_codes, share
+from peftkit_kernels.triton.nf4_few import (
+    codes,
+    factor,
+    finish_in_pieces,
+    first_offset,
+    nested,
+    next_offset,
+    scale_codes,
+    share,
+)
 from peftkit_kernels.triton.nf4_table import fill_levels, pair_levels, settle
 
 
@@ -55,22 +64,14 @@ def wide_kernel(
         scale = factor(outer, byte, offset, 0, absmax_code, ROWS, 1, WARPS, 16, False)
         total += product * tl.reshape(scale, (WARPS * 16, ROWS))
         if (part == depth - 1) | (step == last - 1):
-            if PIECES == 2:  # so that the way to memory takes less shared memory
-                lower, upper = tl.split(tl.permute(tl.reshape(total, (WARPS, 16, 2, ROWS // 2)), (0, 1, 3, 2)))
-                finish(
-                    lower, bias, y, sums, arrived, num_rows, tile, steps, depth, 0, 2, OUT, ROWS // 2, ROW_TILES, WARPS,
-                    16, MOST, HAS_BIAS,
-                )  # fmt: skip
-                finish(
-                    upper, bias, y, sums, arrived, num_rows, tile, steps, depth, 1, 2, OUT, ROWS // 2, ROW_TILES, WARPS,
-                    16, MOST, HAS_BIAS,
-                )  # fmt: skip
+            if PIECES == 2:
+                shaped = tl.reshape(total, (WARPS, 16, ROWS))
             else:
                 shaped = tl.sum(tl.reshape(total, (WARPS, 16, ROWS, 1)), axis=3)  # a sum that keeps the loop's layout
-                finish(
-                    shaped, bias, y, sums, arrived, num_rows, tile, steps, depth, 0, 1, OUT, ROWS, ROW_TILES, WARPS, 16,
-                    MOST, HAS_BIAS,
-                )  # fmt: skip
+            finish_in_pieces(
+                shaped, bias, y, sums, arrived, num_rows, tile, steps, depth, PIECES, OUT, ROWS, ROW_TILES, WARPS, 16,
+                MOST, HAS_BIAS,
+            )  # fmt: skip
             total = tl.zeros((WARPS * 16, ROWS), tl.float32)
         packed, byte, value = next_packed, next_byte, next_value
 
