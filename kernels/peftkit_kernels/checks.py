@@ -103,6 +103,7 @@ def grouped_lora(
     row_X: Tensor,
     segment_start_G1: Tensor,
     segment_slot_G: Tensor,
+    row_slot_X: Tensor,
     offset_a_PS: Tensor,
     offset_b_PS: Tensor,
     rank_PS: Tensor,
@@ -116,7 +117,7 @@ def grouped_lora(
     _tensor("x_TI", x_TI, (None, None), FLOATS)
     _tensor("y_TO", y_TO, (x_TI.shape[0], sum(out_features)), (x_TI.dtype,), x_TI)
     _tensor("weights", weights, (None,), (x_TI.dtype,), x_TI)
-    _segments(row_X, segment_start_G1, segment_slot_G, x_TI)
+    _segments(row_X, segment_start_G1, segment_slot_G, row_slot_X, x_TI)
     _tensor("offset_a_PS", offset_a_PS, (len(out_features), None), INT64, x_TI)
     table = tuple(offset_a_PS.shape)
     _tensor("offset_b_PS", offset_b_PS, table, INT64, x_TI)
@@ -132,6 +133,7 @@ def grouped_bottleneck(
     row_X: Tensor,
     segment_start_G1: Tensor,
     segment_slot_G: Tensor,
+    row_slot_X: Tensor,
     offset_S: Tensor,
     width_S: Tensor,
     scale_S: Tensor,
@@ -142,7 +144,7 @@ def grouped_bottleneck(
     _tensor("y_TH", y_TH, (None, None), FLOATS)
     _tensor("residual_TH", residual_TH, tuple(y_TH.shape), (y_TH.dtype,), y_TH)
     _tensor("weights", weights, (None,), (y_TH.dtype,), y_TH)
-    _segments(row_X, segment_start_G1, segment_slot_G, y_TH)
+    _segments(row_X, segment_start_G1, segment_slot_G, row_slot_X, y_TH)
     _tensor("offset_S", offset_S, (None,), INT64, y_TH)
     num_slots = offset_S.shape[0]
     _tensor("width_S", width_S, (num_slots,), INT32, y_TH)
@@ -334,10 +336,13 @@ def _pages(kv_PZ2KD: Tensor, like: Tensor) -> None:
         raise ValueError("kv_PZ2KD isn't contiguous: a contiguous tensor is wanted")
 
 
-def _segments(row_X: Tensor, segment_start_G1: Tensor, segment_slot_G: Tensor, like: Tensor) -> None:
+def _segments(
+    row_X: Tensor, segment_start_G1: Tensor, segment_slot_G: Tensor, row_slot_X: Tensor, like: Tensor
+) -> None:
     _tensor("row_X", row_X, (None,), INT64, like)
     _tensor("segment_slot_G", segment_slot_G, (None,), INT32, like)
     _tensor("segment_start_G1", segment_start_G1, (segment_slot_G.shape[0] + 1,), INT32, like)
+    _tensor("row_slot_X", row_slot_X, tuple(row_X.shape), INT32, like)
 
 
 def _tensor(

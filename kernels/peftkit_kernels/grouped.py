@@ -32,6 +32,7 @@ def grouped_lora(
     row_X: Tensor,
     segment_start_G1: Tensor,
     segment_slot_G: Tensor,
+    row_slot_X: Tensor,
     offset_a_PS: Tensor,
     offset_b_PS: Tensor,
     rank_PS: Tensor,
@@ -53,8 +54,9 @@ def grouped_lora(
         where offset_c[p, s] ≥ 0:  m, n = weights[offset_c[p, s] :][: 2 * out] as (2, out);  y[t, c] += m * y[t, c] + n
     A projection of rank 0 is not adapted by that slot: its columns get + 0. Rows outside the segments are not touched.
     weights: one flat buffer in x's dtype. row_X: int64, all different. segment_start_G1: int32, from 0 to X, ascending
-    (equal neighbours: an empty segment). segment_slot_G: int32. offset_a_PS, offset_b_PS, offset_c_PS: int64, in
-    elements. rank_PS: int32. scale_PS: float32. `sum(out_features) == O`. Returns y_TO.
+    (equal neighbours: an empty segment). segment_slot_G: int32. row_slot_X: int32, the slot of each entry of row_X by
+    the segments, -1 behind the last one. offset_a_PS, offset_b_PS, offset_c_PS: int64, in elements. rank_PS: int32.
+    scale_PS: float32. `sum(out_features) == O`. Returns y_TO.
     x_settled: a promise that x, the weights and all tables were complete before the kernel that was launched last on
     this stream began, and that it is no other `grouped_lora`'s, as after the product that y is. On a GPU the update
     then begins while that kernel still runs.
@@ -93,6 +95,7 @@ def grouped_bottleneck(
     row_X: Tensor,
     segment_start_G1: Tensor,
     segment_slot_G: Tensor,
+    row_slot_X: Tensor,
     offset_S: Tensor,
     width_S: Tensor,
     scale_S: Tensor,
@@ -110,8 +113,9 @@ def grouped_bottleneck(
         x = (x - mean(x)) / sqrt(var(x) + 1e-5) * norm_weight + norm_bias        where normed is 1
         y[t] += scale[s] * (φ(x @ downᵀ + down_bias) @ up + up_bias)     φ by NON_LINEARITIES[f]
     A slot of width 0 has no such adapter; its rows, and those outside the segments, are not touched. residual_TH: the
-    stream that y is to be added to. weights: one flat buffer in y's dtype. row_X, segment_start_G1, segment_slot_G: as
-    in `grouped_lora`. offset_S: int64, in elements. width_S, form_S3: int32. scale_S: float32. Returns y_TH.
+    stream that y is to be added to. weights: one flat buffer in y's dtype. row_X, segment_start_G1, segment_slot_G,
+    row_slot_X: as in `grouped_lora`. offset_S: int64, in elements. width_S, form_S3: int32. scale_S: float32.
+    Returns y_TH.
     """
     starts, slots = segment_start_G1.tolist(), segment_slot_G.tolist()
     offsets, widths, scales, forms = (table.tolist() for table in (offset_S, width_S, scale_S, form_S3))

@@ -23,6 +23,7 @@ class Segments:
         row_X     5  7 | 0  1  2 | 3  9          rows of the packed step; bare rows are not listed
         start_G1  0      2         5       7
         slot_G    0      1         1             a slot with more rows than a chunk has several segments
+        row_slot  0  0 | 1  1  1 | 1  1          -1 for rows behind the last segment
     """
 
     row_X: Tensor
@@ -31,10 +32,22 @@ class Segments:
     """int32, from 0 to X."""
     slot_G: Tensor
     """int32, ascending."""
+    row_slot_X: Tensor
+    """int32: the slot of each entry of `row_X`, for programs that have a single row."""
+
+    @classmethod
+    def of(cls, row_X: Tensor, start_G1: Tensor, slot_G: Tensor) -> "Segments":
+        """The table with `row_slot_X` as the others say."""
+        row_slot_X = torch.full(row_X.shape, -1, dtype=torch.int32, device=row_X.device)
+        slots = slot_G.repeat_interleave(start_G1.diff())
+        row_slot_X[: len(slots)] = slots
+        return cls(row_X, start_G1, slot_G, row_slot_X)
 
     def to(self, device: torch.device) -> "Segments":
         """The same table on another device."""
-        return Segments(self.row_X.to(device), self.start_G1.to(device), self.slot_G.to(device))
+        return Segments(
+            self.row_X.to(device), self.start_G1.to(device), self.slot_G.to(device), self.row_slot_X.to(device)
+        )
 
 
 def sort_by_slot(slot_T: Tensor, *, max_rows: int | None = None) -> Segments:
@@ -52,7 +65,7 @@ def sort_by_slot(slot_T: Tensor, *, max_rows: int | None = None) -> Segments:
         while starts[-1] < end:
             starts.append(end if max_rows is None else min(end, starts[-1] + max_rows))
             slots.append(slot)
-    return Segments(row_X, torch.tensor(starts, dtype=torch.int32), torch.tensor(slots, dtype=torch.int32))
+    return Segments.of(row_X, torch.tensor(starts, dtype=torch.int32), torch.tensor(slots, dtype=torch.int32))
 
 
 def _runs(slot_X: Tensor) -> tuple[Tensor, Tensor]:

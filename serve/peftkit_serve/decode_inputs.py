@@ -9,6 +9,7 @@ of a fixed place, and those behind the last request do no harm:
     cell       own …   | scratch      its keys and values go into a page that no request has
     context    own …   | 1
     row_X      0  2    | 0  0         rows 0 and 2 are adapted
+    row_slot_X own …   | -1 -1        the slots of these rows
     start_G1   0  1  2 | 2  2         segments behind the last one are empty
 
 All of it is staged in one pinned buffer and goes to the device in one copy. Between two steps of the same requests only
@@ -31,7 +32,7 @@ from peftkit_serve.sampler import Draws, is_plain, signed
 from peftkit_serve.staging import Bucket, Reach, Staging
 
 _INT64 = ("token", "source", "position", "cell", "segment_row", "seed", "step")
-_INT32 = ("context", "num_virtual", "segment_slot", "segment_start", "top_k")
+_INT32 = ("context", "num_virtual", "segment_slot", "segment_start", "segment_row_slot", "top_k")
 _FLOAT32 = ("temperature", "top_p", "min_p")
 _GREEDY = SamplingParams(temperature=0.0)
 
@@ -68,6 +69,7 @@ class DecodeInputs:
         self._staging = Staging(sizes, page_NM)
         self._host, self._at = self._staging.host, self._staging.at
         self._at["source"].fill_(-1)  # until a step is staged too, no row reads what another one has drawn
+        self._at["segment_row_slot"].fill_(-1)  # nor is a row adapted
         self._cu_seqlens_N1 = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._row_T = torch.arange(max_rows, device=device)
         self._keys: list[tuple[object, ...]] = [()] * max_rows
@@ -119,7 +121,7 @@ class DecodeInputs:
         segments = None
         if bucket.num_segments:
             start_G1, slot_G = at["segment_start"][: bucket.num_segments + 1], at["segment_slot"][: bucket.num_segments]
-            segments = Segments(at["segment_row"][:rows], start_G1, slot_G)
+            segments = Segments(at["segment_row"][:rows], start_G1, slot_G, at["segment_row_slot"][:rows])
         return Batch(
             token_T=torch.where(source_T < 0, at["token"][:rows], late_T),
             position_T=at["position"][:rows],
@@ -204,6 +206,7 @@ class DecodeInputs:
             ("segment_row", segment.row_X, 0),
             ("segment_slot", segment.slot_G, 0),
             ("segment_start", segment.start_G1, num_adapted),
+            ("segment_row_slot", segment.row_slot_X, -1),
         ):
             host[name][: len(values)] = values.numpy()
             host[name][len(values) :] = tail

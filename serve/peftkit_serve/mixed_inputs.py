@@ -8,6 +8,7 @@
     cu_seqlens 0        3  4 | 5  5         requests behind the last one have no rows
     sample_row 2        3  4 | 0            every chunk's last row, whether it draws or not
     row_X      0  1  2  4    | 0 …          the rows of chunks 0 and 2 are adapted
+    row_slot_X own …         | -1 …         the slots of these rows
     start_G1   0        3  4 | 4  4         segments behind the last one are empty
 
 A bucket has more tokens than requests, from which attention knows that there are prompts in it.
@@ -54,10 +55,12 @@ _FIELDS = {
     "cu_seqlens": _Field("bound", torch.int32),
     "context": _Field("row", torch.int32),
     "num_virtual": _Field("row", torch.int32),
+    "segment_row_slot": _Field("token", torch.int32, padding=-1),
     "segment_start": _Field("bound", torch.int32),
     "segment_slot": _Field("row", torch.int32),
     "sample_row": _Field("row", torch.int64),
     "sample_segment_row": _Field("row", torch.int64),
+    "sample_segment_row_slot": _Field("row", torch.int32, padding=-1),
     "sample_segment_start": _Field("bound", torch.int32),
     "sample_segment_slot": _Field("row", torch.int32),
     "temperature": _Field("row", torch.float32),
@@ -106,6 +109,8 @@ class MixedInputs:
         self._staging = Staging(sizes, page_NM)
         self._host, self._at = self._staging.host, self._staging.at
         self._at["source"].fill_(-1)  # until a step is staged too, no row reads what another one has drawn
+        for name in ("segment_row_slot", "sample_segment_row_slot"):
+            self._at[name].fill_(-1)  # nor is a row adapted
         self._padding = {name: field.padding for name, field in _FIELDS.items()} | {"cell": scratch_page * PAGE_TOKENS}
         self.plain = True
         """Whether no row of the step staged last asks for more than a draw from its logits as they are."""
@@ -156,6 +161,7 @@ class MixedInputs:
                     at[f"{name}row"],
                     at[f"{name}start"][: bucket.num_segments + 1],
                     at[f"{name}slot"][: bucket.num_segments],
+                    at[f"{name}row_slot"],
                 )
                 for name in ("segment_", "sample_segment_")
             )

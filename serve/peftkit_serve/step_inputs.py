@@ -50,7 +50,9 @@ class StepInputs:
         if len(fields["late_row"]):
             at["token"].index_copy_(0, at["late_row"], last_token_R.index_select(0, at["late_source"]))
         segments, sample_segments = (
-            Segments(at[f"{name}row"], at[f"{name}start"], at[f"{name}slot"]) if len(fields[f"{name}slot"]) else None
+            Segments(at[f"{name}row"], at[f"{name}start"], at[f"{name}slot"], at[f"{name}row_slot"])
+            if len(fields[f"{name}slot"])
+            else None
             for name in ("segment_", "sample_segment_")
         )
         batch = Batch(
@@ -179,6 +181,7 @@ def lay_out_segments(
     slots, firsts = np.unique(slot_N[order], return_index=True)
     return {
         f"{name}row": row_X.astype(np.int64),
+        f"{name}row_slot": np.repeat(slot_N[order], count).astype(np.int32),
         f"{name}start": np.append(begin[firsts], count.sum()).astype(np.int32),
         f"{name}slot": slots.astype(np.int32),
     }

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from peftkit.base import BaseInfo
+from peftkit_kernels import Segments
 from peftkit_serve import Engine, Request, SamplingParams
 from peftkit_serve.adapters.packing import PackedAdapter
 from peftkit_serve.batch import Extras
@@ -112,7 +113,13 @@ class Steps:
             end = chunk.start + len(chunk.token_ids)
             self.lengths[int(chunk.request_id)] = min(end - self.rng.randrange(2), 95)
         inputs = graphs._decode if all(len(chunk.token_ids) == 1 for chunk in chunks) else graphs._mixed
-        return inputs.write(chunks, [-1] * len(chunks), Reach.of(extras))
+        bucket = inputs.write(chunks, [-1] * len(chunks), Reach.of(extras))
+        batch = inputs.batch(bucket)
+        for table in (batch.segments, batch.sample_segments):  # the slots of rows, which kernels alone read
+            if table is not None:
+                derived = Segments.of(table.row_X, table.start_G1, table.slot_G)
+                assert torch.equal(table.row_slot_X, derived.row_slot_X)
+        return bucket
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from peftkit.artifact import read_adapter
 from peftkit.base import BaseInfo, module_shapes
 from peftkit.errors import InputError, RunError
 from peftkit.methods import LoraConfig
+from peftkit_kernels import Segments
 from peftkit_serve.adapters.packing import pack_lora
 from peftkit_serve.batch import Batch
 from peftkit_serve.budget import default_num_pages
@@ -113,6 +114,8 @@ def test_any_step_is_laid_out_row_by_row(seed: int) -> None:
             assert (segments is None) == (not wanted[name])
             if segments is not None:
                 assert segments.row_X.tolist() == wanted[name]
+                derived = Segments.of(segments.row_X, segments.start_G1, segments.slot_G)
+                assert segments.row_slot_X.tolist() == derived.row_slot_X.tolist()
                 assert (
                     segments.start_G1[-1] == len(segments.row_X) and len(segments.start_G1) == len(segments.slot_G) + 1
                 )

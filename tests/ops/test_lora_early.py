@@ -12,6 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is made for Linux only, where the tests always have it")
 
 from peftkit_kernels import grouped, grouped_lora, linear, rms_norm
+from peftkit_kernels.segments import Segments
 from peftkit_kernels.triton import lora, segmented
 from peftkit_kernels.triton.compile import translated
 from peftkit_kernels.triton.dependent import MAX_ROWS
@@ -72,7 +73,8 @@ def call(x: Tensor, weight: Tensor, adapters: int, out: tuple[int, ...], rank: i
     slots = torch.arange(adapters, dtype=torch.int32, device=device)
     offsets = begin.to(device), (begin + rank * features).to(device)
     order = torch.randperm(rows, device=device)
-    return order, start, slots, *offsets, ranks, scales, torch.full_like(offsets[0], -1), out
+    row_slots = Segments.of(order, start, slots).row_slot_X
+    return order, start, slots, row_slots, *offsets, ranks, scales, torch.full_like(offsets[0], -1), out
 
 
 class Chain:

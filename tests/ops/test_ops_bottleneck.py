@@ -43,7 +43,7 @@ class Bottlenecks:
         self.weights = torch.cat([*pieces, torch.full((3,), float("nan"))])
 
     def add(self, y: Tensor, residual: Tensor, segments: Segments, **options: Any) -> Tensor:
-        rows = (segments.row_X, segments.start_G1, segments.slot_G)
+        rows = (segments.row_X, segments.start_G1, segments.slot_G, segments.row_slot_X)
         widths, forms = torch.tensor(self.widths, dtype=torch.int32), torch.tensor(self.forms, dtype=torch.int32)
         return grouped_bottleneck(y, residual, self.weights, *rows, self.offset, widths, self.scale, forms, **options)
 
@@ -110,7 +110,7 @@ def test_empty_segments_and_no_rows_change_nothing(seed: int, assert_near: Calla
     y, residual = torch.randn(3, 8), torch.randn(3, 8)
     exact = adapters.exact(y, residual, [-1, 1, -1])
     start, slot = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0])
-    adapters.add(y, residual, Segments(torch.tensor([1]), start.int(), slot.int()))
+    adapters.add(y, residual, Segments.of(torch.tensor([1]), start.int(), slot.int()))
     assert_near(y, exact)
     before = y.clone()
     adapters.add(y, residual, sort_by_slot(torch.tensor([-1, -1, -1])))

@@ -96,7 +96,7 @@ def test_grouped_lora(seed: int, ranks: tuple[int, ...]) -> None:
 
     def adapted(rows: list[int]) -> Tensor:
         segments: Segments = sort_by_slot(slots[rows])
-        table = (segments.row_X, segments.start_G1, segments.slot_G)
+        table = (segments.row_X, segments.start_G1, segments.slot_G, segments.row_slot_X)
         return grouped_lora(y[rows], x[rows], weights, *table, *tables, out_features, deterministic=True)
 
     whole = adapted(list(range(60)))
@@ -121,7 +121,7 @@ def test_grouped_bottleneck(seed: int, widths: tuple[int, ...]) -> None:
 
     def adapted(rows: list[int]) -> Tensor:
         segments: Segments = sort_by_slot(slots[rows])
-        table = (segments.row_X, segments.start_G1, segments.slot_G)
+        table = (segments.row_X, segments.start_G1, segments.slot_G, segments.row_slot_X)
         return grouped_bottleneck(y[rows], residual[rows], weights, *table, *tables, deterministic=True)
 
     whole = adapted(list(range(60)))

@@ -27,6 +27,7 @@ def lora(**changed: Tensor) -> Callable[[], object]:
         "row_X": torch.tensor([1, 2]),
         "segment_start_G1": torch.tensor([0, 2], dtype=INT),
         "segment_slot_G": torch.tensor([0], dtype=INT),
+        "row_slot_X": zeros(2, dtype=INT),
         "offset_a_PS": zeros(1, 2, dtype=torch.int64),
         "offset_b_PS": zeros(1, 2, dtype=torch.int64),
         "rank_PS": zeros(1, 2, dtype=INT),
@@ -44,6 +45,7 @@ def bottleneck(**changed: Tensor) -> Callable[[], object]:
         "row_X": torch.tensor([1, 2]),
         "segment_start_G1": torch.tensor([0, 2], dtype=INT),
         "segment_slot_G": torch.tensor([0], dtype=INT),
+        "row_slot_X": zeros(2, dtype=INT),
         "offset_S": zeros(2, dtype=torch.int64),
         "width_S": zeros(2, dtype=INT),
         "scale_S": zeros(2),
@@ -99,6 +101,7 @@ def attention(**changed: Tensor) -> Callable[[], object]:
         (bottleneck(form_S3=zeros(2, 2, dtype=INT)), r"form_S3 has shape \[2, 2\]: \(2, 3\) is wanted"),
         (bottleneck(width_S=zeros(3, dtype=INT)), r"width_S has shape \[3\]: \(2\) is wanted"),
         (lora(weights=zeros(30).bfloat16()), "weights is torch.bfloat16: torch.float32 is wanted"),
+        (lora(row_slot_X=zeros(3, dtype=INT)), r"row_slot_X has shape \[3\]: \(2\) is wanted"),
         (lora(segment_start_G1=zeros(3, dtype=INT)), r"segment_start_G1 has shape \[3\]: \(2\) is wanted"),
         (
             lambda: ops.copy_pages(zeros(3, 4), torch.tensor([0]), torch.tensor([1])),

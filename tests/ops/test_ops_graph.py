@@ -47,8 +47,8 @@ class Layer:
         return replace(self, kv=self.kv.clone())
 
     @property
-    def segments(self) -> tuple[Tensor, Tensor, Tensor]:
-        return ints(0, 2, dtype=torch.int64), ints(0, 2), ints(1)
+    def segments(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return ints(0, 2, dtype=torch.int64), ints(0, 2), ints(1), ints(1, 1)
 
     @property
     def nested(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -41,7 +41,7 @@ class Adapters:
 
     def add(self, y: Tensor, x: Tensor, segments: Segments, **options: Any) -> Tensor:
         tables = (self.offset_a, self.offset_b, self.rank, self.scale, self.offset_c)
-        rows = (segments.row_X, segments.start_G1, segments.slot_G)
+        rows = (segments.row_X, segments.start_G1, segments.slot_G, segments.row_slot_X)
         return grouped_lora(y, x, self.weights, *rows, *tables, self.out_features, **options)
 
     def exact(self, y: Tensor, x: Tensor, slots: list[int]) -> Tensor:
@@ -97,7 +97,7 @@ def test_empty_segments_and_no_rows_change_nothing(seed: int, assert_near: Calla
     x, y = torch.randn(4, 8), torch.randn(4, 8)
     exact = adapters.exact(y, x, [-1, 2, -1, 0])
     start, slot = torch.tensor([0, 1, 1, 2, 2]), torch.tensor([0, 1, 2, 0])
-    adapters.add(y, x, Segments(torch.tensor([3, 1]), start.int(), slot.int()))
+    adapters.add(y, x, Segments.of(torch.tensor([3, 1]), start.int(), slot.int()))
     assert_near(y, exact)
     before = y.clone()
     adapters.add(y, x, sort_by_slot(torch.tensor([-1, -1, -1, -1])))
@@ -109,7 +109,13 @@ def test_rows_are_sorted_stably_by_slot_and_cut_into_chunks() -> None:
     assert segments.row_X.tolist() == [2, 6, 0, 3, 4, 7]
     assert segments.start_G1.tolist() == [0, 2, 5, 6]
     assert segments.slot_G.tolist() == [0, 1, 1]
+    assert segments.row_slot_X.tolist() == [0, 0, 1, 1, 1, 1]
     assert sort_by_slot(torch.tensor([1, 0, 1])).start_G1.tolist() == [0, 1, 3]
+
+
+def test_each_row_has_its_segments_slot_and_none_behind_the_last() -> None:
+    start, slot = torch.tensor([0, 2, 2, 3], dtype=torch.int32), torch.tensor([4, 0, 7], dtype=torch.int32)
+    assert Segments.of(torch.arange(5), start, slot).row_slot_X.tolist() == [4, 4, 7, -1, -1]
 
 
 def test_chunks_without_rows_are_refused() -> None:

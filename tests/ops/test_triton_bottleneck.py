@@ -14,6 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is made for Linux only, where the tests always have it")
 
+from peftkit_kernels.segments import Segments
 from peftkit_kernels.triton.segmented import kind_of
 
 NAN = float("nan")
@@ -59,7 +60,8 @@ class Case:
         """y with the adapters' outputs; a copy."""
         y = self.y.clone()
         tables = (self.offset, self.width, self.scale, self.form)
-        given = (self.residual, self.weights, self.row, self.start, self.slot, *tables)
+        row_slot = Segments.of(self.row, self.start, self.slot).row_slot_X
+        given = (self.residual, self.weights, self.row, self.start, self.slot, row_slot, *tables)
         assert module.grouped_bottleneck(y, *given, deterministic=deterministic) is y
         return y
 

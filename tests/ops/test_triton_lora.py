@@ -14,6 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is made for Linux only, where the tests always have it")
 
+from peftkit_kernels.segments import Segments
 from peftkit_kernels.triton.segmented import Operation, kind_of
 
 NAN = float("nan")
@@ -53,10 +54,15 @@ class Case:
         """y with the updates; a copy."""
         y = self.y.clone()
         tables = (self.offset_a, self.offset_b, self.rank, self.scale, self.offset_c)
-        segments = (self.row, self.start, self.slot)
+        segments = (self.row, self.start, self.slot, self.row_slot)
         given = (self.x, self.weights, *segments, *tables, self.out)
         assert module.grouped_lora(y, *given, deterministic=deterministic) is y
         return y
+
+    @property
+    def row_slot(self) -> Tensor:
+        """The slot of each entry of `row`."""
+        return Segments.of(self.row, self.start, self.slot).row_slot_X
 
     def exact(self) -> Tensor:
         """y in float64; rows of no adapter as they are."""
@@ -265,13 +271,14 @@ def test_a_graph_follows_its_tables(seed: int, compiled: ModuleType) -> None:
         [(0, 20), (1, 0), (2, 12)], [[8, 16, 64]] * 3, 4096, (4096, 1024, 1024), dtype=torch.bfloat16, device="cuda"
     )
     case.run(compiled)
-    y, graph = case.y.clone(), torch.cuda.CUDAGraph()
+    y, row_slot, graph = case.y.clone(), case.row_slot, torch.cuda.CUDAGraph()
     tables = (case.offset_a, case.offset_b, case.rank, case.scale, case.offset_c)
     with torch.cuda.graph(graph):
-        compiled.grouped_lora(y, case.x, case.weights, case.row, case.start, case.slot, *tables, case.out)
+        compiled.grouped_lora(y, case.x, case.weights, case.row, case.start, case.slot, row_slot, *tables, case.out)
     for counts in ([(1, 32), (0, 0), (0, 0)], [(2, 1), (0, 30), (0, 0)], [(0, 0)] * 3):
         other = case.with_segments(counts)
         case.start.copy_(other.start)
+        row_slot.copy_(other.row_slot)
         case.slot.copy_(other.slot)
         y.copy_(case.y)
         graph.replay()

@@ -239,9 +239,9 @@ def _activations(rows: int, in_features: int, out_features: int) -> list[Pair]:
     return [(_random(rows, in_features), _random(rows, out_features)) for _ in range(sets)]
 
 
-def _segments(rows: int, adapters: int) -> tuple[Tensor, Tensor, Tensor]:
+def _segments(rows: int, adapters: int) -> tuple[Tensor, ...]:
     segments = ops.sort_by_slot(torch.arange(rows) % adapters)
-    return segments.row_X.cuda(), segments.start_G1.cuda(), segments.slot_G.cuda()
+    return tuple(table.cuda() for table in (segments.row_X, segments.start_G1, segments.slot_G, segments.row_slot_X))
 
 
 def _random(*shape: int) -> Tensor:

@@ -107,6 +107,7 @@ def grouped_bottleneck(
     row_X: Tensor,
     segment_start_G1: Tensor,
     segment_slot_G: Tensor,
+    row_slot_X: Tensor,
     offset_S: Tensor,
     width_S: Tensor,
     scale_S: Tensor,
@@ -125,7 +126,7 @@ def grouped_bottleneck(
     shares = 1 if isinstance(cuts, Rows) else cuts.steps(hidden)[1]
     room = max_width(hidden)
     inner = torch.empty((shares, num_rows, room), dtype=torch.float32, device=y_TH.device)
-    rows = (row_X, segment_start_G1, segment_slot_G)
+    rows = (row_X, segment_start_G1, segment_slot_G, row_slot_X)
     pdl = capability_of(y_TH.device, 80) >= 90
     early = begins_early(y_TH.device, max(num_rows, y_TH.shape[0])) and not deterministic
     sizes = (num_rows, num_segments, hidden, room)
@@ -153,8 +154,8 @@ def grouped_bottleneck(
 
 @triton.jit(do_not_specialize=["num_rows", "num_segments"])
 def _down(
-    y, residual, weights, row, start, slot, offset, width, form, inner, num_rows, num_segments, hidden, room, y_stride,
-    residual_stride, STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    y, residual, weights, row, start, slot, row_slot, offset, width, form, inner, num_rows, num_segments, hidden, room,
+    y_stride, residual_stride, STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One share of the features of one tile: inner (SHARES, X, room)."""
@@ -162,7 +163,7 @@ def _down(
         wait_turn()
     elif PDL:
         gdc_launch_dependents()
-    s, first, count = locate(start, slot, tl.program_id(0), num_rows, num_segments, BLOCK_M)
+    s, first, count = locate(start, slot, row_slot, tl.program_id(0), num_rows, num_segments, BLOCK_M)
     m = tl.arange(0, BLOCK_M)
     live = m < count
     rows = tl.load(row + first + m, mask=live, other=0)
@@ -194,8 +195,8 @@ def _down(
 
 @triton.jit(do_not_specialize=["num_rows", "num_segments"])
 def _down_rows(
-    y, residual, weights, row, start, slot, offset, width, form, inner, num_rows, num_segments, hidden, room, y_stride,
-    residual_stride, OUTS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    y, residual, weights, row, start, slot, row_slot, offset, width, form, inner, num_rows, num_segments, hidden, room,
+    y_stride, residual_stride, OUTS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """For one row the products with OUTS rows of `down`, and with every so many-th OUTS behind: inner (1, X, room)."""
@@ -203,7 +204,7 @@ def _down_rows(
         wait_turn()
     elif PDL:
         gdc_launch_dependents()
-    s, first, count = locate(start, slot, tl.program_id(0), num_rows, num_segments, 1)
+    s, first, count = locate(start, slot, row_slot, tl.program_id(0), num_rows, num_segments, 1)
     x_row = tl.load(row + first)
     b, at = tl.load(width + s), tl.load(offset + s)
     source, normed = tl.load(form + 3 * s), tl.load(form + 3 * s + 2)
@@ -304,12 +305,12 @@ def _moments(y, residual, live_y, live_residual, hidden, BLOCK_M: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["num_rows", "num_segments"])
 def _up(
-    y, weights, row, start, slot, offset, width, scale, form, inner, num_rows, num_segments, hidden, room, y_stride,
-    SHARES: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    PDL: tl.constexpr, EARLY: tl.constexpr,
+    y, weights, row, start, slot, row_slot, offset, width, scale, form, inner, num_rows, num_segments, hidden, room,
+    y_stride, SHARES: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N columns of one tile. What doesn't come from `_down` is loaded before the wait."""
-    s, first, count = locate(start, slot, tl.program_id(0), num_rows, num_segments, BLOCK_M)
+    s, first, count = locate(start, slot, row_slot, tl.program_id(0), num_rows, num_segments, BLOCK_M)
     b, at, weight = tl.load(width + s), tl.load(offset + s), tl.load(scale + s)
     function, normed = tl.load(form + 3 * s + 1), tl.load(form + 3 * s + 2)
     m = tl.arange(0, BLOCK_M)
@@ -433,7 +434,7 @@ def _up_constants(cuts: Config | Rows, shares: int, pdl: bool, early: bool) -> d
 def specimens(capability: int) -> Iterator[Specimen]:
     """Hidden size 4096 in every kind of call, early where few rows are."""
     kinds: tuple[Kind, ...] = get_args(Kind)
-    tables = {"row": "*i64", "start": "*i32", "slot": "*i32", "offset": "*i64", "width": "*i32"}
+    tables = {"row": "*i64", "start": "*i32", "slot": "*i32", "row_slot": "*i32", "offset": "*i64", "width": "*i32"}
     sizes = {"num_rows": "i32", "num_segments": "i32", "hidden": "i32:16", "room": "i32:16", "y_stride": "i32:16"}
     pdl = capability >= 90
     uses: list[tuple[str, Config | Rows, bool]] = [("*bf16", cuts, True) for cuts in ROWS.values()]

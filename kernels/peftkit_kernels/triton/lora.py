@@ -53,6 +53,7 @@ def grouped_lora(
     row_X: Tensor,
     segment_start_G1: Tensor,
     segment_slot_G: Tensor,
+    row_slot_X: Tensor,
     offset_a_PS: Tensor,
     offset_b_PS: Tensor,
     rank_PS: Tensor,
@@ -80,7 +81,7 @@ def grouped_lora(
         cuts = replace(cuts, splits=max(1, cuts.splits // 2))
     _, shares = cuts.steps(features)
     inner = _inner(shares, num_rows, num_projections, early, y_TO.device)
-    rows = (row_X, segment_start_G1, segment_slot_G)
+    rows = (row_X, segment_start_G1, segment_slot_G, row_slot_X)
     sizes = (num_rows, num_segments, offset_a_PS.shape[1])
     pdl = capability_of(y_TO.device, 80) >= 90
     launch = launch_options(pdl)
@@ -109,15 +110,15 @@ def grouped_lora(
 
 @triton.jit(do_not_specialize=["num_rows", "num_segments", "num_slots"])
 def _shrink(
-    x, weights, row, start, slot, offset_a, rank, inner, num_rows, num_segments, num_slots, features, x_stride,
-    PROJECTIONS: tl.constexpr, TOGETHER: tl.constexpr, PADDED: tl.constexpr, MAX_RANK: tl.constexpr,
+    x, weights, row, start, slot, row_slot, offset_a, rank, inner, num_rows, num_segments, num_slots, features,
+    x_stride, PROJECTIONS: tl.constexpr, TOGETHER: tl.constexpr, PADDED: tl.constexpr, MAX_RANK: tl.constexpr,
     SHARES: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One share of the features of one tile, for TOGETHER projections: inner (SHARES, X, PROJECTIONS, MAX_RANK)."""
     if PDL:
         gdc_launch_dependents()
-    s, first, count = locate(start, slot, tl.program_id(0), num_rows, num_segments, BLOCK_M)
+    s, first, count = locate(start, slot, row_slot, tl.program_id(0), num_rows, num_segments, BLOCK_M)
     if count <= 0:
         if EARLY:
             gdc_wait()
@@ -195,14 +196,14 @@ def _shares_of(
 
 @triton.jit(do_not_specialize=["num_rows", "num_segments", "num_slots"])
 def _expand(
-    y, weights, row, start, slot, offset_b, rank, scale, offset_c, inner, num_rows, num_segments, num_slots, y_stride,
-    OUT: tl.constexpr, PROJECTIONS: tl.constexpr, MAX_RANK: tl.constexpr, SHARES: tl.constexpr,
+    y, weights, row, start, slot, row_slot, offset_b, rank, scale, offset_c, inner, num_rows, num_segments, num_slots,
+    y_stride, OUT: tl.constexpr, PROJECTIONS: tl.constexpr, MAX_RANK: tl.constexpr, SHARES: tl.constexpr,
     PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N columns of one projection for one tile. What doesn't come from `_shrink`, nor from the product that it
     runs beside, is loaded before the wait."""
-    s, first, count = locate(start, slot, tl.program_id(0), num_rows, num_segments, BLOCK_M)
+    s, first, count = locate(start, slot, row_slot, tl.program_id(0), num_rows, num_segments, BLOCK_M)
     p, column, out, block = projection_of(tl.program_id(1), BLOCK_N, OUT, PROJECTIONS)
     r = tl.load(rank + p * num_slots + s)
     offset = tl.load(offset_b + p * num_slots + s)
@@ -345,7 +346,7 @@ def specimens(capability: int) -> Iterator[Specimen]:
     uses += [(cuts, "*bf16", qkv, 4096, True) for cuts in BESIDE.values() if pdl]
     few = cuts_of("few", capability)
     uses += [(few, "*fp16", qkv, 4096, False), (few, "*bf16", (4096,), 14336, False)]
-    tables = {"row": "*i64", "start": "*i32", "slot": "*i32"}
+    tables = {"row": "*i64", "start": "*i32", "slot": "*i32", "row_slot": "*i32"}
     sizes = dict.fromkeys(("num_rows", "num_segments", "num_slots"), "i32")
     for cuts, dtype, out, features, early in uses:
         constants = _shrink_constants(cuts, len(out), features, pdl, early)

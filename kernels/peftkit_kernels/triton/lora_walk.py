@@ -11,13 +11,13 @@ from peftkit_kernels.triton.segmented import locate, projection_of
 
 @triton.jit(do_not_specialize=["num_rows", "num_segments", "num_slots", "blocks"])
 def expand_walk(
-    y, weights, row, start, slot, offset_b, rank, scale, offset_c, inner, num_rows, num_segments, num_slots, y_stride,
-    blocks, OUT: tl.constexpr, PROJECTIONS: tl.constexpr, MAX_RANK: tl.constexpr, SHARES: tl.constexpr,
+    y, weights, row, start, slot, row_slot, offset_b, rank, scale, offset_c, inner, num_rows, num_segments, num_slots,
+    y_stride, blocks, OUT: tl.constexpr, PROJECTIONS: tl.constexpr, MAX_RANK: tl.constexpr, SHARES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STEP_N: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr, SENDS: tl.constexpr,
 ):  # fmt: skip
     """`blocks` blocks of BLOCK_N columns of one projection for one tile."""
-    s, first, count = locate(start, slot, tl.program_id(0), num_rows, num_segments, BLOCK_M)
+    s, first, count = locate(start, slot, row_slot, tl.program_id(0), num_rows, num_segments, BLOCK_M)
     p, column, out, walk = projection_of(tl.program_id(1), BLOCK_N * blocks, OUT, PROJECTIONS)
     r = tl.load(rank + p * num_slots + s)
     offset = tl.load(offset_b + p * num_slots + s)

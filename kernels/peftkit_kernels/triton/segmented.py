@@ -4,7 +4,7 @@ Each is two launches: `shrink` takes a row's features to its adapter's rank, `ex
 columns. Shrink cuts the features into shares and leaves each share's sums in float32 memory; expand adds the shares in
 their order. A program finds its rows without a table of tiles: with tiles of M rows, segment g has the numbers from
 start[g] // M + g on, which never overlap, so X // M + G programs cover every table of that shape; tiles of one row
-are numbered by the row.
+are numbered by the row, whose slot a table has.
 """
 # pyright: reportMissingParameterType=false, reportOperatorIssue=false, reportArgumentType=false
 # pyright: reportGeneralTypeIssues=false
@@ -217,21 +217,26 @@ def override(cuts: Config) -> Iterator[None]:
 
 
 @triton.jit
-def locate(start, slot, tile, num_rows, num_segments, BLOCK_M: tl.constexpr):
+def locate(start, slot, row_slot, tile, num_rows, num_segments, BLOCK_M: tl.constexpr):
     """A tile's slot, first entry of `row_X` and number of rows, which is 0 or less where there is none."""
-    segment = tl.where(num_segments == 1, 0, tile)  # the tile where every start[g] is below BLOCK_M
-    if (num_rows >= BLOCK_M) & (num_segments > 1):
-        segment = -1
-        for g0 in range(0, num_segments, 128):
-            g = g0 + tl.arange(0, 128)
-            inside = g < num_segments
-            begin = tl.load(start + g, mask=inside, other=0)
-            number = begin if BLOCK_M == 1 else begin // BLOCK_M + g
-            segment += tl.sum((inside & (number <= tile)).to(tl.int32), axis=0)
-    begin = tl.load(start + segment)
-    end = tl.load(start + segment + 1)
-    first = tile if BLOCK_M == 1 else begin + (tile - begin // BLOCK_M - segment) * BLOCK_M
-    return tl.load(slot + segment), first, tl.minimum(end - first, BLOCK_M)
+    if BLOCK_M == 1:
+        mine, first = tl.load(row_slot + tile), tile
+        count = (mine >= 0).to(tl.int32)
+        mine = tl.maximum(mine, 0)
+    else:
+        segment = tl.where(num_segments == 1, 0, tile)  # the tile where every start[g] is below BLOCK_M
+        if (num_rows >= BLOCK_M) & (num_segments > 1):
+            segment = -1
+            for g0 in range(0, num_segments, 128):
+                g = g0 + tl.arange(0, 128)
+                inside = g < num_segments
+                begin = tl.load(start + g, mask=inside, other=0)
+                segment += tl.sum((inside & (begin // BLOCK_M + g <= tile)).to(tl.int32), axis=0)
+        begin = tl.load(start + segment)
+        end = tl.load(start + segment + 1)
+        first = begin + (tile - begin // BLOCK_M - segment) * BLOCK_M
+        mine, count = tl.load(slot + segment), tl.minimum(end - first, BLOCK_M)
+    return mine, first, count
 
 
 @triton.jit

@@ -177,6 +177,7 @@ class Decoder:
             rows.row_X,
             rows.start_G1,
             rows.slot_G,
+            rows.row_slot_X,
             *tables,
             out_features,
             x_settled=True,  # y is a product of it
@@ -194,6 +195,7 @@ class Decoder:
             rows.row_X,
             rows.start_G1,
             rows.slot_G,
+            rows.row_slot_X,
             *tables,
             deterministic=self._deterministic,
         )
