@@ -122,7 +122,9 @@ def small(module: ModuleType, kind: str, **changes: int) -> object:
     return module.override(replace(config, **changes))
 
 
-@pytest.mark.parametrize(("heads", "size", "dtype"), [((4, 1), 16, torch.float32), ((6, 2), 20, torch.float16)])
+@pytest.mark.parametrize(
+    ("heads", "size", "dtype"), [((4, 1), 16, torch.float32), ((6, 2), 20, torch.float16), ((4, 2), 8, torch.float16)]
+)
 def test_single_rows(
     seed: int, assert_near: Callable[..., None], interpreted: ModuleType, heads: tuple[int, int], size: int,
     dtype: torch.dtype,

@@ -189,8 +189,8 @@ class _Batch:
     def partial(self, rows: int, parts: int) -> tuple[Tensor, Tensor, Tensor]:
         """Weighted sums, maxima and sums of weights of each row's parts, and the counters of finished shares."""
         lines = rows * self.num_kv * parts * self.group
-        block_d = next_power_of_2(self.q.shape[2])
-        part, stat = (self.q.new_empty(lines * width, dtype=torch.float32) for width in (block_d, 2))
+        widths = (_block_d(self.q.shape[2]), 2)
+        part, stat = (self.q.new_empty(lines * width, dtype=torch.float32) for width in widths)
         return part, stat, counters_of("paged_attention", _COUNTERS, self.q.device)
 
 
@@ -256,10 +256,15 @@ def _constants(page: int, num_kv: int, group: int, head: int, q_stride: int, win
         "NUM_KV": num_kv,
         "GROUP": group,
         "HEAD": head,
-        "BLOCK_D": next_power_of_2(head),
+        "BLOCK_D": _block_d(head),
         "PAGE": page,
         "WINDOW": window,
     }
+
+
+def _block_d(head: int) -> int:
+    """Columns of a tile; a product takes no fewer than 16."""
+    return max(16, next_power_of_2(head))
 
 
 def _decode_constants(
