@@ -1,19 +1,29 @@
 """A tiny random base with a tokenizer, adapter folders for it, and engines over it."""
 
+import copy
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
-from peftkit.artifact import write_adapter
-from peftkit.base import module_shapes
+from peftkit.artifact import load_adapter, write_adapter
+from peftkit.base import parameter_shapes
 from peftkit.errors import AdapterError
 from peftkit.methods import (
     BottleneckConfig,
@@ -24,14 +34,17 @@ from peftkit.methods import (
     PTuningV2Config,
 )
 from peftkit.methods.prefix import kv_width
-from peftkit_serve import Engine
+from peftkit_serve import Engine, Request, RequestOutput, SamplingParams, runner
+from peftkit_serve.graphs import Drawn
 from peftkit_serve.pages import PAGE_TOKENS, PageAllocator, Prefix, pages_for
-from peftkit_serve.plan import StepPlan, StepResult
-from peftkit_serve.request import SamplingParams
+from peftkit_serve.plan import Chunk, StepPlan, StepResult
 from peftkit_serve.runner import Launched
 from peftkit_serve.scheduler import Residence, Scheduler, Sequence
 
 CONTEXT = 160
+
+Reference = Callable[[torch.dtype], Callable[..., Any]]
+"""A model of transformers in a dtype."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -83,13 +96,11 @@ def lora_folder(tmp_path: Path) -> Callable[..., Path]:
     def write(seed: int, r: int = 4, config: PretrainedConfig = CONFIG, **fields: Any) -> Path:
         method = LoraConfig.model_validate({"r": r, "alpha": 2.0 * r} | fields)
         generator = torch.Generator().manual_seed(seed)
-        tensors: dict[str, torch.Tensor] = {}
-        for path, site in method.resolve(module_shapes(config)).items():
-            for side, shape in (("A", (site.r, site.in_features)), ("B", (site.out_features, site.r))):
-                tensors[f"base_model.model.{path}.lora_{side}.weight"] = torch.randn(shape, generator=generator) * 0.2
-            if method.variant == "dora":
-                magnitude = torch.rand(site.out_features, generator=generator) * 3.0 + 0.5
-                tensors[f"base_model.model.{path}.lora_magnitude_vector"] = magnitude
+        shapes = method.expected_tensors(parameter_shapes(config), tied=config.tie_word_embeddings)
+        tensors = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
+        for name in shapes:
+            if name.endswith("lora_magnitude_vector"):
+                tensors[name] = torch.rand(shapes[name], generator=generator) * 3.0 + 0.5
         return write_adapter(tmp_path / f"lora-{seed}-{r}", method, tensors, {}).path
 
     return write
@@ -144,6 +155,20 @@ def virtual_folder(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
+ENDS: dict[str, dict[str, Any]] = {
+    "head": {"targets": ["v_proj", "lm_head"]},
+    "ends": {"targets": ["embed_tokens", "lm_head", "up_proj"]},
+    "saved-head": {"targets": ["o_proj"], "modules_to_save": ["lm_head"]},
+    "saved-embedding": {"targets": ["lm_head"], "modules_to_save": ["embed_tokens"]},
+    "tokens": {"targets": ["k_proj"], "trainable_token_indices": [*range(200, 0, -3)]},
+    "tokens-apart": {
+        "targets": ["q_proj"],
+        "trainable_token_indices": {"embed_tokens": [*range(0, 250, 2)], "lm_head": [7, 65]},
+    },
+}
+"""Kinds of LoRA that change the embeddings, token rows for so many tokens that every prompt has some."""
+
+
 @pytest.fixture
 def every_kind(
     lora_folder: Callable[..., Path], bottleneck_folder: Callable[..., Path], virtual_folder: Callable[..., Path]
@@ -160,6 +185,8 @@ def every_kind(
             "pfeiffer": bottleneck_folder(seed, config, variant="pfeiffer", ln_before=True, non_linearity="gelu"),
             "parallel": bottleneck_folder(seed, config, variant="parallel", layers_to_transform=[1], scaling=1.5),
         }
+        for number, (kind, fields) in enumerate(ENDS.items()):
+            folders[kind] = lora_folder(seed + 4 + number, config=config, **fields)
         for kind, num_virtual in (("prompt", 20), ("ptuning", 32), ("prefix", 7), ("ptuning_v2", 21)):
             folders[kind] = virtual_folder(kind, seed, num_virtual, config)
         return folders
@@ -189,18 +216,38 @@ def make_engine(base_folder: Path) -> Iterator[Callable[..., Engine]]:
         engine.check_integrity()
 
 
+@pytest.fixture(
+    params=[
+        "cpu-float32",
+        "cpu-bfloat16",
+        pytest.param("cuda-float32", marks=pytest.mark.gpu),
+        pytest.param("cuda-bfloat16", marks=pytest.mark.gpu),
+    ]
+)
+def compute(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The device of engines, which compute in the dtype behind it."""
+    device, dtype = request.param.split("-")
+    monkeypatch.setattr(runner, "auto_dtype", lambda *_: getattr(torch, dtype))
+    return device
+
+
 @pytest.fixture
-def record_logits(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], dict[tuple[str, int], torch.Tensor]]:
+def record_logits(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], dict[tuple[str, int], Tensor]]:
     """Watches an engine: the logits that each (request, number of its token) is drawn from come into the dictionary."""
 
-    def watch(engine: Engine) -> dict[tuple[str, int], torch.Tensor]:
-        seen: dict[tuple[str, int], torch.Tensor] = {}
-        launch, logits = engine._runner.launch, engine._runner._decoder.logits
-        rows: list[torch.Tensor] = []
+    def watch(engine: Engine) -> dict[tuple[str, int], Tensor]:
+        seen: dict[tuple[str, int], Tensor] = {}
+        launch, logits, graphs = engine._runner.launch, engine._runner._decoder.logits, engine._runner._graphs
+        rows: list[Tensor] = []
 
-        def keep(*args: Any) -> torch.Tensor:
+        def keep(*args: Any) -> Tensor:
             rows[:] = [logits(*args)]
             return rows[0]
+
+        def keep_graphs(run: Callable[..., Drawn], chunks: tuple[Chunk, ...], *args: Any) -> Drawn:
+            drawn = run(chunks, *args)
+            rows[:] = [drawn.logits_NV[[row for row, chunk in enumerate(chunks) if chunk.sample is not None]]]
+            return drawn
 
         def watched(plan: StepPlan) -> Launched | StepResult:
             result = launch(plan)
@@ -211,10 +258,66 @@ def record_logits(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], dict[tu
             return result
 
         monkeypatch.setattr(engine._runner._decoder, "logits", keep)
+        if graphs is not None:
+            monkeypatch.setattr(graphs, "run", partial(keep_graphs, graphs.run))
         monkeypatch.setattr(engine._runner, "launch", watched)
         return seen
 
     return watch
+
+
+@pytest.fixture
+def method_model() -> Callable[[Path, Path | None, torch.dtype], PreTrainedModel]:
+    """A base in transformers with an adapter by peftkit's methods, all weights of one dtype."""
+    bare: dict[Path, PreTrainedModel] = {}
+
+    def load(base: Path, adapter: Path | None, dtype: torch.dtype) -> PreTrainedModel:
+        if base not in bare:
+            bare[base] = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        model = copy.deepcopy(bare[base])
+        if adapter is not None:
+            load_adapter(model, adapter)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return model
+
+    return load
+
+
+@pytest.fixture
+def assert_served() -> Callable[..., None]:
+    """Asserts that an answer's logits are those of a reference, and that each of its tokens has the largest.
+
+    Logits: those recorded of the request. Reference: dtype → the model in it, whose forward over prompt and answer in
+    float32 they are held against: each by `atol`, or in bfloat16 all by four times the norm of what rounding costs the
+    reference itself. So where the two best logits differ by more than that, the token is the reference's.
+    """
+
+    def check(
+        request: Request,
+        output: RequestOutput,
+        logits: Mapping[tuple[str, int], Tensor],
+        reference: Reference,
+        atol: float = 1e-4,
+    ) -> None:
+        assert isinstance(request.prompt, list) and len(output.token_ids) == request.sampling.max_tokens
+        answer = torch.tensor(output.token_ids)
+        ours = torch.stack([logits[request.request_id, step].cpu() for step in range(len(answer))])
+        assert torch.equal(ours.gather(1, answer[:, None])[:, 0], ours.max(dim=1).values), request.adapter
+
+        def computed(dtype: torch.dtype) -> Tensor:
+            with torch.no_grad():
+                found = reference(dtype)(input_ids=torch.tensor([[*request.prompt, *output.token_ids]])).logits[0]
+            return found[-len(answer) - 1 : -1].float()  # HF PEFT gives logits for virtual tokens too
+
+        exact = computed(torch.float32)
+        if ours.dtype == torch.float32:
+            torch.testing.assert_close(ours, exact, atol=atol, rtol=0, msg=lambda text: f"{request.adapter}: {text}")
+        else:
+            error, rounding = (ours.float() - exact).norm(), (computed(ours.dtype) - exact).norm()
+            assert error <= 4 * rounding, (request.adapter, error, rounding)
+
+    return check
 
 
 @dataclass

@@ -141,7 +141,7 @@ def test_tight_memory_preempts_and_changes_no_token(make_engine: MakeEngine, eve
     folders = every_kind(seed)
     names = add_all(tight, folders)
     add_all(roomy, folders)
-    requests = [ask(random_prompt(rng, 5, 20), names[n % len(names)], 40, temperature=1.0, seed=n) for n in range(15)]
+    requests = [ask(random_prompt(rng, 5, 20), names[n % len(names)], 40, temperature=1.0, seed=n) for n in range(20)]
     outputs = {output.request_id: output for output in tight.generate(requests)}
     assert tight.stats()["preemptions"] > 0 and roomy.stats()["preemptions"] == 0
     for request in requests:

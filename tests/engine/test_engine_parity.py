@@ -1,19 +1,23 @@
 """Generation against references: transformers with peftkit's methods, and HF PEFT."""
 
+import copy
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from peftkit.artifact import load_adapter
 from peftkit_serve import Engine, Request, SamplingParams
 
 MakeEngine = Callable[..., Engine]
 Folder = Callable[..., Path]
+Record = Callable[[Engine], dict[tuple[str, int], torch.Tensor]]
+AssertServed = Callable[..., None]
 
 
 def random_request(rng: random.Random, adapter: str | None, max_tokens: int) -> Request:
@@ -22,26 +26,44 @@ def random_request(rng: random.Random, adapter: str | None, max_tokens: int) -> 
     return Request(prompt, adapter, SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("kind", [None, "lora", "prompt", "prompt-whole-pages"])
-def test_generation_equals_a_teacher_forced_forward_in_transformers(
+@pytest.mark.parametrize(
+    ("compute", "deterministic"),
+    [
+        ("cpu-float32", False),
+        ("cpu-float32", True),
+        ("cpu-bfloat16", False),
+        pytest.param("cuda-bfloat16", False, marks=pytest.mark.gpu),
+        pytest.param("cuda-bfloat16", True, marks=pytest.mark.gpu),
+    ],
+    indirect=["compute"],
+)
+def test_generation_in_chunks_has_the_logits_of_one_forward_in_transformers(
     make_engine: MakeEngine,
     base_folder: Path,
     lora_folder: Folder,
     prompt_folder: Folder,
+    record_logits: Record,
+    assert_served: AssertServed,
+    method_model: Callable[[Path, Path | None, torch.dtype], torch.nn.Module],
     seed: int,
-    kind: str | None,
+    compute: str,
     deterministic: bool,
 ) -> None:
-    engine = make_engine(max_tokens_per_step=8, deterministic=deterministic)  # long prompts go in chunks
-    model = AutoModelForCausalLM.from_pretrained(base_folder, dtype=torch.float32)
-    if kind is not None:
-        folder = {"lora": lora_folder, "prompt": prompt_folder}.get(kind, lambda s: prompt_folder(s, 32))(seed)
-        engine.adapters.add("x", folder)
-        load_adapter(model, folder)
-    rng = random.Random(seed)
-    requests = [random_request(rng, None if kind is None else "x", 25) for _ in range(4)]
-    assert_teacher_forced(engine, model, requests)
+    engine = make_engine(device=compute, max_tokens_per_step=8, deterministic=deterministic)
+    folders = {"lora": lora_folder(seed), "prompt": prompt_folder(seed), "prompt-whole-pages": prompt_folder(seed, 32)}
+    for kind, folder in folders.items():
+        engine.adapters.add(kind, folder)
+    rng, logits = random.Random(seed), record_logits(engine)
+    for kind in (None, *folders):
+        requests = [random_request(rng, kind, 25) for _ in range(4)]
+        outputs = {output.request_id: output for output in engine.generate(requests)}
+        for request in requests:
+            assert_served(
+                request,
+                outputs[request.request_id],
+                logits,
+                partial(method_model, base_folder, folders.get(kind or "")),
+            )
 
 
 PEFT_CONFIGS: dict[str, Callable[[], peft.PeftConfig]] = {
@@ -57,30 +79,47 @@ PEFT_CONFIGS: dict[str, Callable[[], peft.PeftConfig]] = {
         task_type="CAUSAL_LM", num_virtual_tokens=18, prefix_projection=True, encoder_hidden_size=9
     ),
     "ptuning_v2": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
+    "head": lambda: peft.LoraConfig(r=3, target_modules=["lm_head", "q_proj"]),
+    "head-dora": lambda: peft.LoraConfig(r=3, use_dora=True, target_modules=["lm_head", "gate_proj"]),
+    "embedding": lambda: peft.LoraConfig(r=5, target_modules=["embed_tokens", "lm_head"], rank_pattern={"lm_head": 6}),
+    "saved-head": lambda: peft.LoraConfig(r=5, target_modules=["o_proj"], modules_to_save=["lm_head"]),
+    "saved-embedding": lambda: peft.LoraConfig(r=5, target_modules=["v_proj"], modules_to_save=["embed_tokens"]),
+    "tokens": lambda: peft.LoraConfig(r=5, target_modules=["k_proj"], trainable_token_indices=[*range(0, 256, 3)]),
+    "tokens-apart": lambda: peft.LoraConfig(
+        r=5,
+        target_modules=["down_proj"],
+        trainable_token_indices={"embed_tokens": [*range(1, 256, 2)], "lm_head": [5, 70]},
+    ),
 }
+ENDS = ("embedding", "saved-head", "saved-embedding", "tokens", "tokens-apart")
 
 
-@pytest.mark.parametrize("kind", PEFT_CONFIGS)
-def test_adapters_that_hf_peft_wrote_generate_what_hf_peft_computes(
-    make_engine: MakeEngine, base_folder: Path, tmp_path: Path, seed: int, kind: str
+def test_adapters_that_hf_peft_wrote_have_the_logits_of_hf_peft_in_one_batch(
+    make_engine: MakeEngine,
+    base_folder: Path,
+    record_logits: Record,
+    assert_served: AssertServed,
+    tmp_path: Path,
+    seed: int,
+    compute: str,
 ) -> None:
-    base = AutoModelForCausalLM.from_pretrained(base_folder, dtype=torch.float32)
-    model = peft.get_peft_model(base, PEFT_CONFIGS[kind]()).eval()
-    model.save_pretrained(str(tmp_path / "peft"))
-    engine = make_engine()
-    engine.adapters.add("x", tmp_path / "peft")
-    rng = random.Random(seed)
-    assert_teacher_forced(engine, model, [random_request(rng, "x", 20) for _ in range(3)])
+    engine = make_engine(device=compute, max_adapters=len(PEFT_CONFIGS), max_requests=len(PEFT_CONFIGS) + 1)
+    bare = AutoModelForCausalLM.from_pretrained(base_folder, dtype=torch.float32)
+    for kind, config in PEFT_CONFIGS.items():
+        model = peft.get_peft_model(copy.deepcopy(bare), config())
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data += 0.2 * torch.randn(parameter.shape)
+        model.save_pretrained(str(tmp_path / kind))
+        engine.adapters.add(kind, tmp_path / kind)
 
+    def reference(kind: str | None, dtype: torch.dtype) -> torch.nn.Module:
+        base: Any = copy.deepcopy(bare)
+        return peft.PeftModel.from_pretrained(base.to(dtype), f"{tmp_path / str(kind)}", autocast_adapter_dtype=False)
 
-def assert_teacher_forced(engine: Engine, model: torch.nn.Module, requests: list[Request]) -> None:
-    """Each generated token has the largest logit of one forward over prompt and answer, up to float32 rounding."""
-    outputs = {output.request_id: output for output in engine.generate(requests)}
-    for request in requests:
-        answer = list(outputs[request.request_id].token_ids)
-        assert isinstance(request.prompt, list) and len(answer) == request.sampling.max_tokens
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([[*request.prompt, *answer]])).logits[0]
-        logits = logits[-len(answer) - 1 : -1]  # HF PEFT gives logits for virtual tokens too
-        chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
-        assert (logits.max(dim=1).values - chosen).max() <= 1e-4 * logits.abs().max()
+    rng, logits = random.Random(seed), record_logits(engine)
+    for kinds in ([kind for kind in PEFT_CONFIGS if kind not in ENDS], [*PEFT_CONFIGS]):
+        requests = [random_request(rng, kind, 20) for kind in kinds]
+        outputs = {output.request_id: output for output in engine.generate(requests)}
+        for request in requests:
+            assert_served(request, outputs[request.request_id], logits, partial(reference, request.adapter), atol=5e-4)

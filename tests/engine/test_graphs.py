@@ -134,10 +134,10 @@ def make_steps(base_folder: Path, seed: int) -> Callable[..., Steps]:
 
 
 def packed_kinds(engine: Engine, folders: dict[str, Path]) -> list[PackedAdapter]:
-    """All kinds that have weights, packed; the engine is there for its loader."""
+    """All kinds that have weights, but no ends, packed; the engine is there for its loader."""
     found = [engine.adapters._loader.submit(folder).result().weights for folder in folders.values()]
-    packed = [weights for weights in found if weights is not None]
-    assert len(packed) == 7
+    packed = [weights for weights in found if weights is not None and not weights.has_ends]
+    assert len(packed) == 8
     return packed
 
 

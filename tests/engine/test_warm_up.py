@@ -117,7 +117,6 @@ def test_no_step_launches_a_kernel_that_the_start_has_not_met(
     recorder.seen.clear()
     for number in range(3):
         folders = every_kind(seed + 9 * number)
-        folders["head"] = lora_folder(seed + number, 5, targets=["v_proj", "lm_head"])
         folders |= {f"lora-{n}": lora_folder(seed + 90 * number + n, 2) for n in range(9)}
         for name, folder in folders.items():
             engine.adapters.add(f"{name}-{number}", folder)
