@@ -2,8 +2,8 @@
 
 There is no prefill and no decode here. A sequence has tokens whose keys and values are not computed yet (a new one
 all of its prompt, a running one the token drawn last, a preempted one everything again), and each step hands out a
-budget of tokens: to running sequences first, then to waiting ones in order of arrival. A step can be planned while the
-one before is under way: its tokens are counted as drawn, and filled in by `update`.
+budget of tokens: to running sequences first, then to waiting ones in the policy's order. A step can be planned while
+the one before is under way: its tokens are counted as drawn, and filled in by `update`.
 
     waiting ──admit: pages for all known tokens, adapter pinned──▶ running ──finish──▶ gone
        ▲                                                              │
@@ -61,7 +61,15 @@ class Policy(Protocol):
     """Whose turn it is. The scheduler asks it; pages, slots and the token budget stay the scheduler's."""
 
     def joined(self, sequence: Sequence) -> None:
-        """A request was queued."""
+        """A request has come."""
+        ...
+
+    def queued(self, sequence: Sequence) -> None:
+        """It waits: it has come, or lost its place."""
+        ...
+
+    def dequeued(self, sequence: Sequence) -> None:
+        """It waits no longer: it has a place, or can't have one, or ends."""
         ...
 
     def left(self, sequence: Sequence) -> None:
@@ -89,6 +97,10 @@ class ArrivalOrder:
     """First come, first served."""
 
     def joined(self, sequence: Sequence) -> None: ...
+
+    def queued(self, sequence: Sequence) -> None: ...
+
+    def dequeued(self, sequence: Sequence) -> None: ...
 
     def left(self, sequence: Sequence) -> None: ...
 
@@ -196,6 +208,7 @@ class Scheduler:
         self._sequences[sequence.request_id] = sequence
         self._waiting.append(sequence)
         self._policy.joined(sequence)
+        self._policy.queued(sequence)
 
     def schedule(self) -> StepPlan:
         """Plans a step. The plan's chunks never pass the token budget and always stand in pages of their own."""
@@ -252,6 +265,7 @@ class Scheduler:
             self._running.remove(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
+            self._policy.dequeued(sequence)
         if sequence.uid is not None:
             self._adapters.release(sequence.uid)
         self._policy.left(sequence)
@@ -295,6 +309,7 @@ class Scheduler:
         self._vacate(sequence)
         self._running.remove(sequence)
         insort(self._waiting, sequence, key=lambda one: one.arrival)
+        self._policy.queued(sequence)
         self.num_preemptions += 1
 
     def _vacate(self, sequence: Sequence) -> None:
@@ -347,6 +362,7 @@ class Scheduler:
                     sequence.first_passed = self._num_steps
                 continue
             self._waiting.remove(sequence)
+            self._policy.dequeued(sequence)
             if outcome == "rejected":
                 continue
             for one in passed:
