@@ -107,7 +107,7 @@ class Engine:
     graphs: steps up to some size run as CUDA graphs; None does so on a GPU.
     overlap: a step starts before the last one's tokens are known to the host; None does so on a GPU.
     prefix_cache: what was computed for an adapter, a tenant and tokens is kept while there is room, for who begins so.
-    policy: whose turn it is among waiting requests; None for the order of arrival.
+    policy: whose turn it is among waiting requests; None for the highest priority, then the first to come.
     source: the base's tensors, where they don't come from its folder.
 
     Raises BaseModelError for a base that can't be served, InputError for a bad number, RunError when the device has too

@@ -89,7 +89,7 @@ class Request:
     weight: float = 1.0
     """The tenant's share relative to others'."""
     priority: int = 0
-    """Among one tenant's waiting requests the highest comes first."""
+    """Among waiting requests the highest comes first; where tenants share the engine, among one tenant's."""
 
 
 @dataclass(frozen=True, slots=True)

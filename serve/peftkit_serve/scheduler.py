@@ -94,7 +94,7 @@ class Policy(Protocol):
 
 
 class ArrivalOrder:
-    """First come, first served."""
+    """The highest priority first; of equals, first come, first served."""
 
     def joined(self, sequence: Sequence) -> None: ...
 
@@ -107,13 +107,17 @@ class ArrivalOrder:
     def served(self, sequence: Sequence, num_prompt: int, num_generated: int) -> None: ...
 
     def order(self, waiting: Iterable[Sequence]) -> Iterator[Sequence]:
-        return iter(waiting)
+        return iter(sorted(waiting, key=_rank))
 
     def victim(self, running: Iterable[Sequence], waiting: Iterable[Sequence], max_requests: int) -> Sequence | None:
         return None
 
     def sacrifice(self, candidates: Items[Sequence], running: Iterable[Sequence]) -> Sequence:
-        return candidates[-1]
+        return max(candidates, key=_rank)
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    return -sequence.priority, sequence.arrival
 
 
 class Scheduler:
@@ -137,7 +141,7 @@ class Scheduler:
         max_bypass: how many later ones may be admitted before one whose adapter is not ready.
         max_wait_steps: for how many steps later ones may be; after that running ones end and give their adapters up.
         prefix_cache: what was computed for an adapter, a tenant and tokens is shared by who needs the same.
-        policy: which waiting one is next; None for the order of arrival.
+        policy: which waiting one is next; None for the highest priority, then the first to come.
         """
         if max_tokens_per_step < max_requests:
             raise InputError(

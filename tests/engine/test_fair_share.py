@@ -400,6 +400,25 @@ def test_priorities_go_first_within_a_tenant_only() -> None:
     assert one.ended[other] < one.ended[names[3]], "another tenant's priorities passed it"
 
 
+def test_priorities_go_before_arrival_without_tenants() -> None:
+    one = Simulation(ArrivalOrder(), max_requests=1)
+    first = one.add("a", tokens=3)
+    one.step()
+    names = [one.add("a", tokens=1, priority=priority) for priority in (0, -5, 1, 5, 1)]
+    one.run()
+    assert sorted(one.ended, key=one.ended.__getitem__) == [first, *(names[index] for index in (3, 2, 4, 0, 1))]
+
+
+def test_without_tenants_the_lowest_priority_waits_again_when_pages_run_out() -> None:
+    one = Simulation(ArrivalOrder(), num_pages=4)
+    low, high = (one.add("a", prompt=15, tokens=30, priority=priority) for priority in (-1, 1))
+    while not one.scheduler.num_preemptions:
+        one.step()
+    assert [sequence.request_id for sequence in one.scheduler.running] == [high]
+    one.run()
+    assert one.ended[high] < one.ended[low]
+
+
 def test_a_newcomer_to_a_full_engine_gets_its_place_in_the_first_step() -> None:
     one = Simulation(FairShare())
     for _ in range(8):
