@@ -266,7 +266,8 @@ class Engine:
         if live is None:
             return []
         if chunk.token_ids[-1] == UNKNOWN:
-            chunk = chunk._replace(token_ids=(live.token_ids[chunk.start - chunk.num_virtual],))
+            known = None if chunk.sample is None else chunk.sample._replace(history=live.history())
+            chunk = chunk._replace(token_ids=(live.token_ids[chunk.start - chunk.num_virtual],), sample=known)
         plan = StepPlan((chunk,), copies)
         try:
             return self._book(plan, self._runner.run(plan))

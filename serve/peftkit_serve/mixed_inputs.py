@@ -27,9 +27,9 @@ from peftkit_serve.batch import Batch
 from peftkit_serve.pages import PAGE_TOKENS
 from peftkit_serve.plan import Chunk, Sample
 from peftkit_serve.request import SamplingParams
-from peftkit_serve.sampler import Draws, is_plain
+from peftkit_serve.sampler import Draws, is_plain, lay_out_draws
 from peftkit_serve.staging import Bucket, Reach, Staging
-from peftkit_serve.step_inputs import lay_out_draws, lay_out_rows, lay_out_segments
+from peftkit_serve.step_inputs import lay_out_rows, lay_out_segments
 
 _TOKENS = (16, 32, 64, 128, 256, 384, 512, 640, 768, 1024)
 """Tokens of buckets. A larger step takes a card longer than the host needs to launch it."""

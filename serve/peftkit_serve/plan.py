@@ -7,6 +7,7 @@ Prefill and decode are one thing: a chunk of tokens whose keys and values are st
 A step may be planned before the tokens that the step before it draws are known: see `UNKNOWN`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -41,8 +42,9 @@ class Sample(NamedTuple):
     """The request's seed, resolved; with `step` it fixes the random draw."""
     step: int
     """How many tokens the request has generated before this one."""
-    history: tuple[int, ...] = ()
-    """Prompt and generated tokens, where penalties need them; the last `step` of them were generated."""
+    history: Sequence[int] = ()
+    """Prompt and generated tokens, where penalties need them; the last `step` of them were generated. The last one is
+    missing where the chunk's is `UNKNOWN`."""
     constraint: Constraint | None = None
 
 

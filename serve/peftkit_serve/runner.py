@@ -14,6 +14,7 @@ from peftkit.base import BaseInfo, Quant, auto_device, auto_dtype, check_nf4
 from peftkit.errors import InputError
 from peftkit_kernels import compiled_together, copy_pages, sample, sort_by_slot
 from peftkit_serve.adapters.memory import AdapterMemory
+from peftkit_serve.adjust import Late
 from peftkit_serve.batch import Batch, Extras
 from peftkit_serve.budget import (
     MemorySplit,
@@ -33,6 +34,7 @@ from peftkit_serve.pages import PAGE_TOKENS, pages_for
 from peftkit_serve.plan import UNKNOWN, Chunk, Sample, StepPlan, StepResult
 from peftkit_serve.request import SamplingParams, TokenLogprobs
 from peftkit_serve.sampler import draw, is_plain, logprobs
+from peftkit_serve.staging import moved
 from peftkit_serve.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
@@ -44,7 +46,8 @@ _BARE = Extras(feed_forward=False, bottlenecks=False, head_lora=False, ends=Fals
 _LORA, _ALL = _BARE._replace(feed_forward=True), Extras(True, True, True, ends=False)
 _GREEDY = Sample(SamplingParams(temperature=0.0), 0, 0)
 _DRAWN = Sample(SamplingParams(temperature=1.0, top_k=8, top_p=0.9), 0, 0)
-_REPORTED = Sample(SamplingParams(temperature=1.0, top_k=8, logit_bias=((0, 1.0),), logprobs=1), 0, 0)
+_ADJUSTED = SamplingParams(temperature=1.0, top_k=8, logit_bias=((0, 1.0),), repetition_penalty=1.1, logprobs=1)
+_REPORTED = Sample(_ADJUSTED, 0, 0, history=(0,))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,33 +158,34 @@ class Runner:
     def launch(self, plan: StepPlan) -> Launched | StepResult:
         """Starts a step: copies the plan's pages, computes its chunks and draws their tokens.
 
-        One whose rows ask for more than a draw from their logits is waited for: then this is its result.
+        One with rows that report log-probabilities or are held to a schema is waited for: then this is its result.
         """
         chunks = plan.chunks
         self._copy_pages(plan.copies)
         self.memory.wait_for(chunk.slot for chunk in chunks)
         extras = self.memory.extras_of(chunk.slot for chunk in chunks)
         sources = [self._rows[one.request_id] if one.token_ids[-1] == UNKNOWN else -1 for one in chunks]
+        drawing = [row for row, chunk in enumerate(chunks) if chunk.sample is not None]
+        late = self._late([chunks[row] for row in drawing], [sources[row] for row in drawing])
         if self._graphs is not None and self._graphs.takes(chunks, extras):
             drawn = self._graphs.run(chunks, extras, sources)
             if drawn.plain:
                 return self._started([one.request_id if one.sample else None for one in chunks], drawn.token_N)
-            rows = [row for row, chunk in enumerate(chunks) if chunk.sample is not None]
-            return self._drawn_now(drawn.logits_NV[rows], [chunks[row] for row in rows])
+            logits_XV = drawn.logits_NV[: len(chunks)]
+            if len(drawing) < len(chunks):
+                logits_XV = logits_XV.index_select(0, moved(torch.tensor(drawing), self._device))
+            return self._drawn(logits_XV, [chunks[row] for row in drawing], late)
         batch, draws = self._inputs.lay_out(chunks, self._last_token_R, sources)
         batch = replace(batch, extras=extras)
         hidden_XH = self._decoder.forward(batch, self._kv)
-        names = [chunk.request_id for chunk in chunks if chunk.sample is not None]
         if not len(hidden_XH):
-            return self._started(names, self._last_token_R[:0])
+            return self._started([], self._last_token_R[:0])
         if any(one.targets for one in chunks):
-            return self._scored(hidden_XH, batch, chunks)
+            return self._scored(hidden_XH, batch, chunks, late)
         logits_XV = self._decoder.logits(hidden_XH, batch)
         if not all(one.sample is None or is_plain(one.sample) for one in chunks):
-            return self._drawn_now(logits_XV, [one for one in chunks if one.sample is not None])
-        token_X = sample(logits_XV, *draws)
-        torch.clamp(token_X, min=0, out=self._last_token_R[: len(names)])  # what can't be drawn is never read
-        return self._started(names, token_X)
+            return self._drawn(logits_XV, [chunks[row] for row in drawing], late)
+        return self._started_anew([chunks[row].request_id for row in drawing], sample(logits_XV, *draws))
 
     def collect(self, launched: Launched) -> StepResult:
         """Waits for a step: the only thing on the device that a step's host work waits for."""
@@ -208,9 +212,9 @@ class Runner:
         """Writes V virtual keys and values of every layer as positions 0 to V - 1 into the pages of a block table."""
         position_V = torch.arange(kv_VL2KD.shape[0])
         page_V = torch.tensor(block_table)[position_V // PAGE_TOKENS]
-        cell_V = self._moved(page_V * PAGE_TOKENS + position_V % PAGE_TOKENS)
-        moved = kv_VL2KD.to(self._device, non_blocking=True).to(self._dtype)
-        for kv, layer_V2KD in zip(self._kv, moved.unbind(1), strict=True):
+        cell_V = moved(page_V * PAGE_TOKENS + position_V % PAGE_TOKENS, self._device)
+        kv_VL2KD = kv_VL2KD.to(self._device, non_blocking=True).to(self._dtype)
+        for kv, layer_V2KD in zip(self._kv, kv_VL2KD.unbind(1), strict=True):
             kv.view(-1, *kv.shape[2:]).index_copy_(0, cell_V, layer_V2KD)
 
     @torch.inference_mode()
@@ -231,15 +235,37 @@ class Runner:
             done.record()
         return Launched(tuple(names), token_X, done)
 
-    def _drawn_now(self, logits_XV: Tensor, chunks: Sequence[Chunk]) -> StepResult:
-        """The result of a step with rows that ask for more than a draw."""
-        result = _draw(logits_XV, chunks)
+    def _started_anew(self, names: Sequence[str], token_X: Tensor) -> Launched:
+        """The same for tokens that the next step can't read yet."""
+        torch.clamp(token_X, min=0, out=self._last_token_R[: len(names)])  # what can't be drawn is never read
+        return self._started(names, token_X)
+
+    def _late(self, chunks: Sequence[Chunk], sources: Sequence[int]) -> Late | None:
+        """The last tokens that penalties of these rows need and only the device knows, before this step's overwrite
+        them."""
+        pairs = list(zip(chunks, sources, strict=True))
+        rows = [n for n, (one, source) in enumerate(pairs) if source >= 0 and one.sample and one.sample.history]
+        if not rows:
+            return None
+        source_L = moved(torch.tensor([sources[row] for row in rows]), self._device)
+        return Late(tuple(rows), self._last_token_R.index_select(0, source_L))
+
+    def _drawn(self, logits_XV: Tensor, chunks: Sequence[Chunk], late: Late | None) -> Launched | StepResult:
+        """A step with rows that ask for more than a draw from their logits as they are."""
+        samples = [chunk.sample for chunk in chunks if chunk.sample is not None]
+        if any(one.constraint is not None or one.params.logprobs is not None for one in samples):
+            return self._drawn_now(logits_XV, chunks, late)
+        return self._started_anew([chunk.request_id for chunk in chunks], draw(logits_XV, samples, late))
+
+    def _drawn_now(self, logits_XV: Tensor, chunks: Sequence[Chunk], late: Late | None) -> StepResult:
+        """The result of a step with rows that are waited for."""
+        result = _draw(logits_XV, chunks, late)
         self._rows = {name: row for row, name in enumerate(result.tokens)}
         last_token_X = torch.tensor([max(0, token) for token in result.tokens.values()], dtype=torch.int64)
-        self._last_token_R[: len(last_token_X)] = self._moved(last_token_X)
+        self._last_token_R[: len(last_token_X)] = moved(last_token_X, self._device)
         return result
 
-    def _scored(self, hidden_XH: Tensor, batch: Batch, chunks: Sequence[Chunk]) -> StepResult:
+    def _scored(self, hidden_XH: Tensor, batch: Batch, chunks: Sequence[Chunk], late: Late | None) -> StepResult:
         """The result of a step with prompts whose tokens' log-probabilities are asked for.
 
         hidden_XH: the rows of `Batch.sample_row_X`. Logits are there for no more rows at a time than of a step without.
@@ -268,20 +294,14 @@ class Runner:
                 row += 1
         if not drawing:
             return StepResult({}, prompt_logprobs=prompts)
-        result = self._drawn_now(logits_of([row for row, _ in drawing]), [chunk for _, chunk in drawing])
+        result = self._drawn_now(logits_of([row for row, _ in drawing]), [chunk for _, chunk in drawing], late)
         return replace(result, prompt_logprobs=prompts)
 
     def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         if copies:
-            source_X, destination_X = self._moved(torch.tensor(copies)).unbind(1)
+            source_X, destination_X = moved(torch.tensor(copies), self._device).unbind(1)
             for kv in self._kv:
                 copy_pages(kv, source_X, destination_X)
-
-    def _moved(self, tensor: Tensor) -> Tensor:
-        """On the device, which nobody waits for."""
-        if not self.on_gpu:
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def _batch(self, chunks: Sequence[Chunk]) -> Batch:
         return self._inputs.lay_out(chunks, self._last_token_R, [-1] * len(chunks)).batch
@@ -373,11 +393,11 @@ class Runner:
         return chunks
 
 
-def _draw(logits_NV: Tensor, chunks: Sequence[Chunk]) -> StepResult:
+def _draw(logits_NV: Tensor, chunks: Sequence[Chunk], late: Late | None = None) -> StepResult:
     """Draws the chunks' tokens, a row each, and reports their log-probabilities where they are asked for."""
     samples = [chunk.sample for chunk in chunks if chunk.sample is not None]
     assert len(samples) == len(logits_NV)
-    tokens = draw(logits_NV, samples)
+    tokens = draw(logits_NV, samples, late).tolist()
     reported = [
         (row, chunk.request_id, tokens[row], samples[row].params.logprobs or 0)
         for row, chunk in enumerate(chunks)

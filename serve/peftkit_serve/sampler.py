@@ -1,14 +1,18 @@
 """Logits → tokens and their log-probabilities, each row by its own request's parameters, seed and step."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from peftkit_kernels import sample
+from peftkit_serve.adjust import Late, adjusted, is_adjusted
 from peftkit_serve.plan import Sample
 from peftkit_serve.request import TokenLogprobs
+from peftkit_serve.staging import moved
 
 
 class Draws(NamedTuple):
@@ -22,32 +26,31 @@ class Draws(NamedTuple):
     step: Tensor
 
 
-def draw(logits_NV: Tensor, samples: Sequence[Sample]) -> list[int]:
-    """Draws a token for each row. -1 for a row whose logits are not finite: its adapter overflowed.
+def draw(logits_NV: Tensor, samples: Sequence[Sample], late: Late | None = None) -> Tensor:
+    """Draws a token for each row: int64, on the logits' device. -1 for a row whose logits are not finite: its adapter
+    overflowed.
 
     A row's token depends on its logits, parameters, seed, step, history and constraint alone, not on the rows beside
-    it. `logits_NV` keeps its values.
+    it. `logits_NV` keeps its values. late: see `adjusted`.
     """
-    device = logits_NV.device
+    if any(is_adjusted(one) for one in samples):
+        logits_NV = adjusted(logits_NV, samples, late)
+    fields = lay_out_draws(samples)
+    draws = Draws(*(moved(torch.from_numpy(fields[name]), logits_NV.device) for name in Draws._fields))
+    return sample(logits_NV, *draws)
+
+
+def lay_out_draws(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
+    """The fields of `Draws`, an entry a sample."""
     params = [one.params for one in samples]
-    adjusted = [row for row, one in enumerate(samples) if _is_adjusted(one)]
-    if adjusted:
-        logits_NV = logits_NV.clone()
-        for row in adjusted:
-            _adjust_(logits_NV[row], samples[row])
-
-    def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
-    return sample(
-        logits_NV,
-        column([one.temperature for one in params], torch.float32),
-        column([one.top_k for one in params], torch.int32),
-        column([one.top_p for one in params], torch.float32),
-        column([one.min_p for one in params], torch.float32),
-        column([signed(one.seed) for one in samples], torch.int64),
-        column([one.step for one in samples], torch.int64),
-    ).tolist()
+    return {
+        "temperature": np.array([one.temperature for one in params], np.float32),
+        "top_k": np.array([one.top_k for one in params], np.int32),
+        "top_p": np.array([one.top_p for one in params], np.float32),
+        "min_p": np.array([one.min_p for one in params], np.float32),
+        "seed": np.array([signed(one.seed) for one in samples], np.int64),
+        "step": np.array([one.step for one in samples], np.int64),
+    }
 
 
 def logprobs(logits_NV: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
@@ -66,32 +69,7 @@ def logprobs(logits_NV: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
 
 def is_plain(one: Sample) -> bool:
     """Whether a row asks for no more than a draw from its logits as they are."""
-    return not _is_adjusted(one) and one.params.logprobs is None
-
-
-def _is_adjusted(one: Sample) -> bool:
-    return one.constraint is not None or bool(one.params.logit_bias) or one.params.has_penalties
-
-
-def _adjust_(logits_V: Tensor, one: Sample) -> None:
-    """Bias, penalties and the constraint's mask, in this order, on a row in place."""
-    params, device = one.params, logits_V.device
-    if params.logit_bias:
-        ids, biases = zip(*params.logit_bias, strict=True)
-        logits_V.index_add_(0, torch.tensor(ids, device=device), torch.tensor(biases, device=device).to(logits_V.dtype))
-    if params.repetition_penalty != 1.0:
-        seen_X = torch.tensor(sorted(set(one.history)), device=device)
-        values_X = logits_V[seen_X]
-        divided = torch.where(values_X > 0, values_X / params.repetition_penalty, values_X * params.repetition_penalty)
-        logits_V[seen_X] = divided
-    if one.step and (params.presence_penalty or params.frequency_penalty):
-        generated = torch.tensor(one.history[-one.step :], device=device)
-        seen_X, count_X = generated.unique(return_counts=True)
-        logits_V[seen_X] -= params.presence_penalty + params.frequency_penalty * count_X.to(logits_V.dtype)
-    if one.constraint is not None:
-        bits = torch.frombuffer(bytearray(one.constraint.allowed()), dtype=torch.uint8)
-        allowed = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten()[: len(logits_V)].bool()
-        logits_V.masked_fill_(~allowed.to(device), float("-inf"))
+    return not is_adjusted(one) and one.params.logprobs is None
 
 
 def signed(seed: int) -> int:

@@ -1,5 +1,7 @@
 """One request as the scheduler keeps it: its tokens, how far they are computed, and what it holds. Pure Python."""
 
+import collections.abc as abc
+from array import array
 from dataclasses import dataclass, field
 
 from peftkit_serve.pages import NO_PREFIX, PAGE_TOKENS, Prefix, page_key, root_key
@@ -57,6 +59,8 @@ class Sequence:
     awaited: bytes = b""
     """Name of the last page that it shares with a running sequence which computes it, while it waits for that."""
     _keys: list[bytes] = field(default_factory=list[bytes])
+    _history: "array[int]" = field(default_factory=lambda: array("q"))
+    """`token_ids` as 64-bit integers, as far as penalties have needed them."""
 
     @property
     def num_generated(self) -> int:
@@ -80,7 +84,7 @@ class Sequence:
     @property
     def needs_tokens(self) -> bool:
         """Whether its next token can't be drawn before the last one is known on the host."""
-        return self.num_ahead > 0 and (self.params.has_penalties or self.constraint is not None)
+        return self.num_ahead > 0 and self.constraint is not None
 
     @property
     def first_page(self) -> int:
@@ -119,6 +123,12 @@ class Sequence:
         self.num_ahead += chunk.sample is not None
         return chunk
 
+    def history(self) -> abc.Sequence[int]:
+        """Prompt and generated tokens that are known, where penalties need them."""
+        if not self.params.has_penalties:
+            return ()
+        self._history.extend(self.token_ids[len(self._history) :])
+        return self._history[:]
+
     def _sample(self) -> Sample:
-        history = tuple(self.token_ids) if self.params.has_penalties else ()
-        return Sample(self.params, self.seed, self.num_generated + self.num_ahead, history, self.constraint)
+        return Sample(self.params, self.seed, self.num_generated + self.num_ahead, self.history(), self.constraint)

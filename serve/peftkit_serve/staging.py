@@ -20,6 +20,13 @@ _ALIGN = 64  # bytes: kernels are compiled for aligned pointers
 _MIN_TABLE = 8  # pages of the narrowest staged block table
 
 
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device, by way of pinned memory, so that nobody waits for the copy."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 class Reach(IntEnum):
     """What the adapters of a captured step may have: what they can't have isn't launched."""
 

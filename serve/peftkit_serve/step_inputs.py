@@ -16,8 +16,8 @@ from torch import Tensor
 from peftkit_kernels import Segments
 from peftkit_serve.batch import Batch
 from peftkit_serve.pages import PAGE_TOKENS
-from peftkit_serve.plan import Chunk, Sample
-from peftkit_serve.sampler import Draws, signed
+from peftkit_serve.plan import Chunk
+from peftkit_serve.sampler import Draws, lay_out_draws
 
 _ALIGN = 64  # bytes: kernels are compiled for aligned pointers
 
@@ -184,17 +184,4 @@ def lay_out_segments(
         f"{name}row_slot": np.repeat(slot_N[order], count).astype(np.int32),
         f"{name}start": np.append(begin[firsts], count.sum()).astype(np.int32),
         f"{name}slot": slots.astype(np.int32),
-    }
-
-
-def lay_out_draws(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
-    """The fields of `Draws`, an entry a sample."""
-    params = [one.params for one in samples]
-    return {
-        "temperature": np.array([one.temperature for one in params], np.float32),
-        "top_k": np.array([one.top_k for one in params], np.int32),
-        "top_p": np.array([one.top_p for one in params], np.float32),
-        "min_p": np.array([one.min_p for one in params], np.float32),
-        "seed": np.array([signed(one.seed) for one in samples], np.int64),
-        "step": np.array([one.step for one in samples], np.int64),
     }

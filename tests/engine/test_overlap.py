@@ -60,15 +60,32 @@ def test_a_step_starts_before_the_host_waits_for_the_one_before(
     assert engine.stats()["steps"] == 4, "none is computed in vain when the number of tokens is known"
 
 
+@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize(
-    "ways", [{"repetition_penalty": 1.5}, {"frequency_penalty": 0.5}, {"json_schema": '{"type": "boolean"}'}]
+    "ways",
+    [{"repetition_penalty": 1.5}, {"frequency_penalty": 0.5}, {"presence_penalty": 1.0, "logit_bias": ((9, 3.0),)}],
 )
-def test_a_draw_that_needs_the_tokens_before_it_waits_for_them(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, ways: dict[str, Any]
+def test_a_penalty_takes_the_token_before_where_the_device_has_it(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, ways: dict[str, Any], graphs: bool
+) -> None:
+    engine = make_engine(overlap=True, graphs=graphs)
+    calls = watch(engine, monkeypatch)
+    requests = [ask([5, 6, 7], max_tokens=12, **ways), ask([8, 9], max_tokens=9), ask([9] * 40, max_tokens=11, **ways)]
+    for request in requests:
+        engine.add_request(request)
+    found = drain(engine)
+    for request in requests:
+        alone = next(make_engine(overlap=False).generate([request]))
+        assert found[request.request_id].token_ids == alone.token_ids
+    assert calls.count("ahead") >= 10, "no step is waited for"
+
+
+def test_a_draw_that_is_held_to_a_schema_waits_for_the_tokens_before_it(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(overlap=True)
     calls = watch(engine, monkeypatch)
-    request = ask([5, 6, 7], max_tokens=6, **ways)
+    request = ask([5, 6, 7], max_tokens=6, json_schema='{"type": "boolean"}')
     engine.add_request(request)
     assert drain(engine)[request.request_id].token_ids == next(make_engine().generate([request])).token_ids
     assert set(calls) == {"known"}, "such a step is waited for where it is launched"

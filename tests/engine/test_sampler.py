@@ -8,9 +8,13 @@ import pytest
 import torch
 
 from peftkit.errors import InputError
+from peftkit_serve import sampler
 from peftkit_serve.plan import Sample
 from peftkit_serve.request import SamplingParams
-from peftkit_serve.sampler import draw
+
+
+def draw(logits_NV: torch.Tensor, samples: list[Sample]) -> list[int]:
+    return sampler.draw(logits_NV, samples).tolist()
 
 
 def test_each_row_is_drawn_by_its_own_parameters(seed: int) -> None:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from peftkit.errors import InputError
 from peftkit_serve import Engine, Request, SamplingParams
+from peftkit_serve.adjust import Late, adjusted
 from peftkit_serve.plan import Sample, StepPlan, StepResult
 from peftkit_serve.request import RequestOutput
 from peftkit_serve.runner import Launched
@@ -27,31 +28,40 @@ def ask(engine: Engine, prompt: Any, adapter: str | None = None, **fields: Any) 
 
 def test_penalties_and_biases_are_those_of_the_formula(seed: int) -> None:
     rng = random.Random(seed)
-    for _ in range(30):
-        logits = torch.randn(50) * 2
-        history = [rng.randrange(50) for _ in range(12)]
-        step = rng.randint(0, 8)
-        bias = tuple((token, rng.uniform(-3, 3)) for token in rng.sample(range(50), 4))
-        params = SamplingParams(
-            temperature=0.0,
-            presence_penalty=rng.uniform(-2, 2),
-            frequency_penalty=rng.uniform(-2, 2),
-            repetition_penalty=rng.uniform(0.5, 2),
-            logit_bias=bias,
+    for num_rows in (1, 1, 2, 9, 30):
+        logits_NV = torch.randn(num_rows, 50) * 2
+        samples: list[Sample] = []
+        late: dict[int, int] = {}
+        expected_NV = logits_NV.double().tolist()
+        for row, expected in enumerate(expected_NV):
+            params = SamplingParams(
+                temperature=0.0,
+                presence_penalty=rng.choice((0.0, rng.uniform(-2, 2))),
+                frequency_penalty=rng.choice((0.0, rng.uniform(-2, 2))),
+                repetition_penalty=rng.choice((1.0, rng.uniform(0.5, 2))),
+                logit_bias=tuple((token, rng.uniform(-3, 3)) for token in rng.sample(range(50), rng.choice((0, 4)))),
+            )
+            history = [rng.randrange(50) for _ in range(12)]
+            step = rng.randint(0, 8)
+            for token, value in params.logit_bias:
+                expected[token] += value
+            generated = history[len(history) - step :]
+            for token in range(50):
+                if token in history:
+                    expected[token] *= params.repetition_penalty ** (-1 if expected[token] > 0 else 1)
+                if token in generated:
+                    expected[token] -= params.presence_penalty + params.frequency_penalty * generated.count(token)
+            if params.has_penalties and step and rng.random() < 0.5:
+                late[row] = history.pop()
+            samples.append(Sample(params, 0, step, tuple(history) if params.has_penalties else ()))
+        before = logits_NV.clone()
+        known = Late(tuple(late), torch.tensor([*late.values()], dtype=torch.int64)) if late else None
+        found_NV = adjusted(logits_NV, samples, known)
+        torch.testing.assert_close(
+            found_NV.double(), torch.tensor(expected_NV, dtype=torch.float64), atol=1e-5, rtol=1e-5
         )
-        expected = [float(value) for value in logits]
-        for token, value in bias:
-            expected[token] += value
-        generated = history[len(history) - step :]
-        for token in range(50):
-            if token in history:
-                expected[token] *= params.repetition_penalty ** (-1 if expected[token] > 0 else 1)
-            if token in generated:
-                expected[token] -= params.presence_penalty + params.frequency_penalty * generated.count(token)
-        before = logits.clone()
-        drawn = draw(logits[None], [Sample(params, 0, step, tuple(history))])
-        assert drawn == [max(range(50), key=expected.__getitem__)]
-        assert torch.equal(logits, before), "the caller's logits are changed"
+        assert draw(logits_NV, samples, known).tolist() == found_NV.argmax(1).tolist()
+        assert torch.equal(logits_NV, before), "the caller's logits are changed"
 
 
 def test_a_strong_bias_decides_and_a_token_outside_the_vocabulary_is_refused(make_engine: MakeEngine) -> None:

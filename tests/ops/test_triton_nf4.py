@@ -214,6 +214,28 @@ def test_dequantises_codes_that_start_anywhere_in_memory(
     assert torch.equal(ours, reference.nf4_dequantize(*parts, size, torch.float32))
 
 
+@pytest.mark.parametrize("rows", [1, 7, 16, 40])
+def test_multiplies_by_codes_that_start_anywhere_in_memory(
+    seed: int, assert_near: Near, interpreter: Interpreter, rows: int
+) -> None:
+    module, (codes, *scales) = interpreter("nf4"), quantised(torch.randn(64, 256))
+    x, exact = torch.randn(rows, 256), reference.nf4_dequantize(codes, *scales, (64, 256), torch.float32).double()
+    for offset in (1, 2, 8):
+        moved = torch.cat((codes[:offset], codes))[offset:]
+        assert_near(module.nf4_linear(x, moved, *scales, 64), x.double() @ exact.T, BOUND[torch.float32])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 7, 16, 40])
+def test_multiplies_by_codes_that_start_anywhere_in_memory_on_a_gpu(seed: int, assert_near: Near, rows: int) -> None:
+    codes, *scales = quantised(torch.randn(4096, 4096, device="cuda").to(torch.bfloat16))
+    x = torch.randn(rows, 4096, device="cuda").to(torch.bfloat16)
+    exact = reference.nf4_dequantize(codes, *scales, (4096, 4096), torch.float32).double()
+    for offset in (1, 2, 8):
+        moved = torch.cat((codes[:offset], codes))[offset:]
+        assert_near(nf4_linear(x, moved, *scales, 4096), x.double() @ exact.T, BOUND[torch.bfloat16])
+
+
 def test_no_rows(interpreter: Interpreter) -> None:
     parts = quantised(torch.ones(3, 64))
     assert interpreter("nf4").nf4_linear(torch.ones(0, 64), *parts, 3).shape == (0, 3)
@@ -266,9 +288,9 @@ def test_weights_scaled_before_the_product_on_a_gpu(seed: int, assert_near: Near
     from peftkit_kernels.triton import nf4
 
     for config in nf4._SCALED:
-        for rows, out_features, in_features in ((config.rows, 28672, 4096), (17, 4096, 14336), (20, 1537, 1536)):
+        for fewer, out_features, in_features in ((0, 28672, 4096), (3, 4096, 14336), (1, 1537, 1536)):
             with nf4.override(config):
-                check_linear(nf4, assert_near, rows, out_features, in_features, dtype, "cuda")
+                check_linear(nf4, assert_near, config.rows - fewer, out_features, in_features, dtype, "cuda")
 
 
 @pytest.mark.gpu

@@ -44,7 +44,9 @@ def cases() -> Iterator[Case]:
         prepare = partial(_prepare_dequantize, out, in_features)
         sizes = {"out": out, "in": in_features}
         quick = (out, in_features) == _QUICK
-        yield Case("nf4_dequantize", sizes, floor, share_of_floor(floor, 0.85), prepare, ("nf4_dequantize", ""), quick)
+        yield Case(
+            "nf4_dequantize", sizes, floor, share_of_floor(floor, 0.85), prepare, ("nf4_dequantize", None), quick
+        )
 
 
 def _linear(kernel: str, rows: int, out: int, in_features: int, floor: Floor, goal: Goal) -> Case:

@@ -147,7 +147,7 @@ def nf4_linear(
     deterministic: bool = False,
 ) -> Tensor:
     """See `peftkit_kernels.reference.nf4_linear`. Up to `MAX_ROWS` rows, and whenever `deterministic`, the weights are
-    decoded on the way; levels are rounded to x's dtype, scales and sums are float32."""
+    decoded on the way; levels are rounded to x's dtype, scales (but those of `nf4_scaled`) and sums are float32."""
     num_rows, in_features = x_TI.shape
     if in_features % 64 or (num_rows > MAX_ROWS and not deterministic):
         quantised = (code_X, absmax_B, absmax_code, absmax_scale, absmax_offset)
@@ -160,11 +160,15 @@ def nf4_linear(
         return y_TO
     given = (code_X, absmax_B, absmax_code, absmax_scale, absmax_offset)
     quantised = tuple(t.contiguous() for t in given)
+    if quantised[0].data_ptr() % 16:  # decoding takes neighbouring codes for one thread's
+        quantised = (quantised[0].clone(), *quantised[1:])
     config = None if deterministic else _few(num_rows, out_features, in_features, x_TI)
     if config is None:
         _in_parts(x_TI, quantised, bias_O, y_TO, deterministic)
     else:
-        _in_steps(x_TI, quantised, bias_O, y_TO, config, constant=all(t.is_contiguous() for t in given))
+        _in_steps(
+            x_TI, quantised, bias_O, y_TO, config, constant=all(a is b for a, b in zip(given, quantised, strict=True))
+        )
     return y_TO
 
 
@@ -311,14 +315,14 @@ _ADD = 512
 def candidates(rows: str) -> Iterator[Few]:
     """Configurations worth timing for a product with so many rows."""
     padded = max(4, triton.next_power_of_2(int(rows)))
-    yield from (one for one in _SCALED if one.rows == max(16, padded))
+    yield from (one for one in _SCALED if one.rows == padded)
     programs = ((2, 6), (4, 2), (4, 3), (4, 4), (8, 1), (8, 2))
     if padded >= 16:
         yield from (Few(padded, 0, 16, num_warps, per_sm) for num_warps, per_sm in programs)
     for span, outs, (num_warps, per_sm), deep, x_ahead in product(
         (1, 2), (16, 32, 64), programs, (1, 4), (False, True)
     ):
-        fits = padded * outs * num_warps <= _MOST_SUMS and deep <= num_warps
+        fits = padded * outs * num_warps <= 2 * _MOST_SUMS and deep <= num_warps  # in two pieces
         if padded * span in (8, 16) and fits:
             registers = min(255, (65536 // (32 * num_warps * per_sm)) & -8)
             yield Few(padded, span, outs, num_warps, per_sm, registers, deep, each=1 + deep // 4, x_ahead=x_ahead)
