@@ -20,6 +20,14 @@ class Extras(NamedTuple):
     """Other parts of the decoder's two ends."""
 
 
+class Span(NamedTuple):
+    """A segment as the host knows it: entries of its table's `row_X`."""
+
+    slot: int
+    start: int
+    end: int
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """What the decoder reads beside the weights and the pages; all on the decoder's device."""
@@ -45,5 +53,9 @@ class Batch:
     that draws a token; in a padded step the last row of each chunk."""
     sample_segments: Segments | None
     """These rows, counted in their own order, by adapter slot; None when all are the bare base's."""
+    spans: tuple[Span, ...] = ()
+    """Of `segments`, for the decoder's ends, which are looked up on the host; a captured step has none."""
+    sample_spans: tuple[Span, ...] = ()
+    """Of `sample_segments`, likewise."""
     extras: Extras | None = None
     """Which of them the step's adapters have; None stands for whatever a resident adapter has."""

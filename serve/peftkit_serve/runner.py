@@ -35,7 +35,7 @@ from peftkit_serve.plan import UNKNOWN, Chunk, Sample, StepPlan, StepResult
 from peftkit_serve.request import SamplingParams, TokenLogprobs
 from peftkit_serve.sampler import draw, is_plain, logprobs
 from peftkit_serve.staging import moved
-from peftkit_serve.step_inputs import StepInputs
+from peftkit_serve.step_inputs import StepInputs, spans_of
 
 logger = logging.getLogger(__name__)
 
@@ -275,7 +275,10 @@ class Runner:
         def logits_of(rows: Sequence[int]) -> Tensor:
             segments = sort_by_slot(torch.tensor([slot_X[row] for row in rows], dtype=torch.int64))
             adapted = segments.to(self._device) if len(segments.slot_G) else None
-            return self._decoder.logits(hidden_XH[list(rows)], replace(batch, sample_segments=adapted))
+            spans = spans_of(segments.slot_G.numpy(), segments.start_G1.numpy())
+            return self._decoder.logits(
+                hidden_XH[list(rows)], replace(batch, sample_segments=adapted, sample_spans=spans)
+            )
 
         prompts: dict[str, tuple[TokenLogprobs, ...]] = {}
         drawing: list[tuple[int, Chunk]] = []

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from peftkit_kernels import Segments
-from peftkit_serve.batch import Batch
+from peftkit_serve.batch import Batch, Span
 from peftkit_serve.pages import PAGE_TOKENS
 from peftkit_serve.plan import Chunk
 from peftkit_serve.sampler import Draws, lay_out_draws
@@ -66,6 +66,8 @@ class StepInputs:
             segments=segments,
             sample_row_X=at["sample_row"],
             sample_segments=sample_segments,
+            spans=spans_of(fields["segment_slot"], fields["segment_start"]),
+            sample_spans=spans_of(fields["sample_segment_slot"], fields["sample_segment_start"]),
         )
         return Staged(batch, Draws(*(at[name] for name in Draws._fields)))
 
@@ -98,6 +100,11 @@ _TORCH_DTYPES = {
     np.dtype(np.int32).char: torch.int32,
     np.dtype(np.float32).char: torch.float32,
 }
+
+
+def spans_of(slot_G: NDArray[np.int32], start_G1: NDArray[np.int32]) -> tuple[Span, ...]:
+    """A segment table's slots and the entries that are of each."""
+    return tuple(map(Span, slot_G.tolist(), start_G1[:-1].tolist(), start_G1[1:].tolist()))
 
 
 def _lay_out(chunks: Sequence[Chunk], sources: Sequence[int]) -> dict[str, NDArray[Any]]:

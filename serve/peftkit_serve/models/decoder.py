@@ -96,7 +96,8 @@ class Decoder:
         if rows is None:
             return logits_XV
         if extras.ends:
-            replace_logits(logits_XV, hidden_XH, rows, self._memory.ends, deterministic=self._deterministic)
+            given = (rows.row_X, batch.sample_spans, self._memory.ends)
+            replace_logits(logits_XV, hidden_XH, *given, deterministic=self._deterministic)
         if extras.head_lora:
             self._add_lora(logits_XV, hidden_XH, rows, self._memory.head_tables(), self._head)
         return logits_XV
@@ -107,7 +108,8 @@ class Decoder:
     def _embed(self, batch: Batch) -> Tensor:
         x_TH = embedding(batch.token_T, self._weights.embedding_VH)
         if batch.segments is not None and self._extras(batch).ends:
-            embed(x_TH, batch.token_T, batch.segments, self._memory.ends, deterministic=self._deterministic)
+            given = (batch.segments.row_X, batch.spans, self._memory.ends)
+            embed(x_TH, batch.token_T, *given, deterministic=self._deterministic)
         return x_TH
 
     def _attention(

@@ -6,20 +6,27 @@
 Rows of other requests are not touched.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from peftkit_kernels import Segments, linear
+from peftkit_kernels import linear
 from peftkit_serve.adapters.memory import Ends, Rows
+from peftkit_serve.batch import Span
 
 
 def embed(
-    x_TH: Tensor, token_T: Tensor, segments: Segments, ends: Mapping[int, Ends], *, deterministic: bool
+    x_TH: Tensor,
+    token_T: Tensor,
+    segment_row_X: Tensor,
+    spans: Sequence[Span],
+    ends: Mapping[int, Ends],
+    *,
+    deterministic: bool,
 ) -> Tensor:
     """Puts each row's own embedding into x, in place. ends: by slot; a slot without an entry keeps the base's."""
-    for row_X, own in _own(segments, ends):
+    for row_X, own in _own(segment_row_X, spans, ends):
         token_X = token_T.index_select(0, row_X)
         x_XH = x_TH.index_select(0, row_X)
         if own.embedding_rows is not None:
@@ -32,10 +39,16 @@ def embed(
 
 
 def replace_logits(
-    logits_XV: Tensor, hidden_XH: Tensor, segments: Segments, ends: Mapping[int, Ends], *, deterministic: bool
+    logits_XV: Tensor,
+    hidden_XH: Tensor,
+    segment_row_X: Tensor,
+    spans: Sequence[Span],
+    ends: Mapping[int, Ends],
+    *,
+    deterministic: bool,
 ) -> Tensor:
     """Puts the logits of each row's own rows of the output embedding into place."""
-    for row_X, own in _own(segments, ends):
+    for row_X, own in _own(segment_row_X, spans, ends):
         if own.head_rows is not None:
             weight_YH, token_Y = own.head_rows
             own_XY = linear(hidden_XH.index_select(0, row_X), weight_YH, deterministic=deterministic)
@@ -46,12 +59,11 @@ def replace_logits(
     return logits_XV
 
 
-def _own(segments: Segments, ends: Mapping[int, Ends]) -> Iterator[tuple[Tensor, Ends]]:
+def _own(segment_row_X: Tensor, spans: Sequence[Span], ends: Mapping[int, Ends]) -> Iterator[tuple[Tensor, Ends]]:
     """Rows and ends of each segment whose slot has some."""
-    starts = segments.start_G1.tolist()
-    for start, end, slot in zip(starts, starts[1:], segments.slot_G.tolist(), strict=False):
+    for slot, start, end in spans:
         if slot in ends:
-            yield segments.row_X[start:end], ends[slot]
+            yield segment_row_X[start:end], ends[slot]
 
 
 def _replace_rows(x_XH: Tensor, token_X: Tensor, rows: Rows) -> None:
@@ -59,5 +71,6 @@ def _replace_rows(x_XH: Tensor, token_X: Tensor, rows: Rows) -> None:
     if token_Y is None:
         torch.index_select(weight_YH, 0, token_X, out=x_XH)
         return
-    at_X, number_X = (token_X[:, None] == token_Y).nonzero(as_tuple=True)
-    x_XH.index_copy_(0, at_X, weight_YH.index_select(0, number_X))
+    is_own_XY = token_X[:, None] == token_Y
+    own_XH = weight_YH.index_select(0, is_own_XY.int().argmax(1))  # of how many the host needn't know
+    torch.where(is_own_XY.any(1)[:, None], own_XH, x_XH, out=x_XH)
