@@ -32,7 +32,6 @@ def linear(
     weight_OI: Tensor,
     bias_O: Tensor | None = None,
     *,
-    adapted: bool = False,
     deterministic: bool = False,
 ) -> None:
     _tensor("x_TI", x_TI, (None, None), FLOATS)

@@ -59,14 +59,12 @@ def linear(
     weight_OI: Tensor,
     bias_O: Tensor | None = None,
     *,
-    adapted: bool = False,
     deterministic: bool = False,
 ) -> Tensor:
     """Affine map of each row.
 
     Semantics: `y[t] = weight @ x[t] + bias`. weight_OI: plain, or packed by `pack_linear`; one floating dtype for all.
     Returns y_TO.
-    adapted: `grouped_lora` with the same x comes next, onto y; a GPU then takes a product that it can run beside.
     """
     if not deterministic:
         return _matmul(x_TI, weight_OI, bias_O)

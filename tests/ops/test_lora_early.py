@@ -94,7 +94,7 @@ class Chain:
         h = self.x
         for norm, base, weight, arguments in self.layers:
             h = rms_norm(h, norm, 1e-5)[0]
-            h = grouped_lora(linear(h, base, adapted=True), h, weight, *arguments, x_settled=x_settled)
+            h = grouped_lora(linear(h, base), h, weight, *arguments, x_settled=x_settled)
         return h
 
     def graph(self, *, x_settled: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:

@@ -103,7 +103,7 @@ def test_what_the_kernel_is_not_for_is_the_references(
     seed: int, module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_linear", None)
-    x, weight = drawn(33, 8, 64, torch.bfloat16)
+    x, weight = drawn(65, 8, 64, torch.bfloat16)
     cases = [(x, weight), (x[:2].float(), weight.float()), (x[:2, :63], weight[:, :63]), (x[:2, 1:57], weight[:, 1:57])]
     cases += [(x[:2], weight[:7])]
     for rows, matrix in cases:
@@ -116,13 +116,9 @@ def test_what_the_kernel_is_not_for_is_the_references(
     assert torch.equal(steady, reference.linear(x[:2], weight, deterministic=True))
 
 
-def test_many_outputs_are_the_kernels_for_more_rows(
-    seed: int, assert_near: Near, module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_WIDE", 64)
+def test_up_to_64_rows_are_the_kernels(seed: int, assert_near: Near, module: ModuleType) -> None:
     x, weight = drawn(64, 64, 40, torch.float16)
-    assert module._takes(x, weight, False) and not module._takes(x, weight[:56], False)
-    assert module._takes(x, weight[:56], True), "an update that follows runs beside the kernel"
+    assert module._takes(x, weight) and not module._takes(torch.cat((x, x[:1])), weight)
     check(module.linear, assert_near, x, weight)
 
 
@@ -136,5 +132,5 @@ def test_the_reference_is_an_affine_map(seed: int, assert_near: Near) -> None:
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_multiplies_on_a_gpu(seed: int, assert_near: Near, dtype: torch.dtype) -> None:
     for out_features, in_features in ((4096, 14336), (1 << 16, 1024), (1544, 1544), (8, 520), (100, 1024), (70, 96)):
-        for rows in (1, 2, 7, 16, 17, 32, 33):
+        for rows in (1, 2, 7, 16, 17, 32, 33, 64, 65):
             check(linear, assert_near, *drawn(rows, out_features, in_features, dtype, "cuda"))

@@ -30,10 +30,9 @@ from peftkit_kernels.triton.counts import cdiv, next_power_of_2
 from peftkit_kernels.triton.dependent import begins_early, launch_options, wait_turn
 from peftkit_kernels.triton.device import capability_of, counters_of, multiprocessors_of
 
-_WIDE = 1 << 16
-_MAX_ROWS, _MAX_WIDE_ROWS = 32, 64
-"""More rows are cuBLAS's, as it is quicker; the second is for so many outputs, as of an embedding, and where an update
-follows that runs beside the product."""
+_MAX_ROWS = 64
+"""More rows are cuBLAS's, as it is quicker. From 33 on it is quicker without updates too, but they run beside this
+kernel alone, and what a bare row gives may not depend on whether one follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +102,12 @@ def linear(
     weight_OI: Tensor,
     bias_O: Tensor | None = None,
     *,
-    adapted: bool = False,
     deterministic: bool = False,
 ) -> Tensor:
     """See `peftkit_kernels.reference.linear`, which takes what the kernel isn't for: float32, more than few rows,
     inputs no wider than a LoRA's rank, weights or outputs whose rows don't begin at multiples of 16 bytes, older cards,
     and whatever is deterministic. The kernel has no gradient."""
-    if deterministic or not _takes(x_TI, weight_OI, adapted):
+    if deterministic or not _takes(x_TI, weight_OI):
         return reference.linear(x_TI, weight_OI, bias_O, deterministic=deterministic)
     num_rows, in_features = x_TI.shape
     out_features, device = weight_OI.shape[0], x_TI.device
@@ -137,14 +135,13 @@ def linear(
     return y_TO
 
 
-def _takes(x_TI: Tensor, weight_OI: Tensor, adapted: bool) -> bool:
+def _takes(x_TI: Tensor, weight_OI: Tensor) -> bool:
     """Whether the kernel is for these; it follows from the card, shapes, strides and dtypes."""
     out_features, in_features = weight_OI.shape
-    few = x_TI.shape[0] <= (_MAX_WIDE_ROWS if adapted or out_features >= _WIDE else _MAX_ROWS)
     aligned = weight_OI.stride(1) == 1 and weight_OI.stride(0) % 8 == 0 and weight_OI.data_ptr() % 16 == 0
     eights = out_features % 8 == 0 and in_features % 8 == 0 and in_features > _NARROW
     half = x_TI.dtype in (torch.bfloat16, torch.float16)
-    return few and aligned and eights and half and capability_of(x_TI.device, 90) >= 90
+    return x_TI.shape[0] <= _MAX_ROWS and aligned and eights and half and capability_of(x_TI.device, 90) >= 90
 
 
 @triton.jit(do_not_specialize=["num_rows", "out_8", "in_8", "x_stride_8", "weight_stride_8", "num_splits"])

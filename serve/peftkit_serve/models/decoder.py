@@ -164,7 +164,7 @@ class Decoder:
     ) -> Tensor:
         """A frozen product, and on top the updates of the adapted rows where `tables` is given."""
         rows = None if tables is None else batch.segments
-        y_TO = product(x_TI, weight_OI, bias_O, adapted=rows is not None, deterministic=self._deterministic)
+        y_TO = product(x_TI, weight_OI, bias_O, deterministic=self._deterministic)
         if tables is None or rows is None:
             return y_TO
         return self._add_lora(y_TO, x_TI, rows, tables, out_features)

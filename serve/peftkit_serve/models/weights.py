@@ -63,15 +63,10 @@ Matrix = Tensor | Nf4Matrix
 """Weights of linear layers that share an input: as `pack_linear` returns it, or in NF4."""
 
 
-def product(
-    x_TI: Tensor, matrix: Matrix, bias_O: Tensor | None, *, adapted: bool = False, deterministic: bool
-) -> Tensor:
-    """y[t] = weight @ x[t] + bias. Returns y_TO.
-
-    adapted: a `grouped_lora` of x onto y follows.
-    """
+def product(x_TI: Tensor, matrix: Matrix, bias_O: Tensor | None, *, deterministic: bool) -> Tensor:
+    """y[t] = weight @ x[t] + bias. Returns y_TO."""
     if isinstance(matrix, Tensor):
-        return linear(x_TI, matrix, bias_O, adapted=adapted, deterministic=deterministic)
+        return linear(x_TI, matrix, bias_O, deterministic=deterministic)
     if matrix.joined is not None:
         out_features = sum(matrix.out_features)
         return nf4_linear(x_TI, *matrix.joined.tensors, out_features, bias_O, deterministic=deterministic)
