@@ -57,10 +57,17 @@ class Shape:
     rows: int
     ranks: tuple[int, ...]
     """Of each adapter; row t has adapter t mod their number."""
+    prompt: int = 0
+    """The last rows, which are all of the first adapter."""
 
     @property
     def adapters(self) -> int:
         return len(self.ranks)
+
+    @property
+    def slots(self) -> list[int]:
+        """The adapter of each row."""
+        return [t % self.adapters for t in range(self.rows - self.prompt)] + [0] * self.prompt
 
     @property
     def elements(self) -> int:
@@ -71,7 +78,7 @@ class Shape:
     def floor(self) -> Floor:
         per_rank = self.in_features * len(self.out_features) + sum(self.out_features)
         activations = 2 * self.rows * (self.in_features + 2 * sum(self.out_features))
-        rank_rows = sum(self.ranks[t % self.adapters] for t in range(self.rows))
+        rank_rows = sum(self.ranks[slot] for slot in self.slots)
         return Floor(2 * self.elements + activations, 2 * rank_rows * per_rank)
 
 
@@ -83,6 +90,9 @@ def cases() -> Iterator[Case]:
             yield _lora(model, linear, Shape(in_features, out_features, rows, (rank,) * adapters), rank)
     in_features, out_features = LAYERS["8B", "qkv"]
     yield _lora("8B", "qkv", Shape(in_features, out_features, 64, (_MIXED * 13)[:64]), "mixed")
+    for linear in ("qkv", "o"):  # a step of many adapters' single rows and a prompt
+        in_features, out_features = LAYERS["8B", linear]
+        yield _lora("8B", linear, Shape(in_features, out_features, 512, (8,) * 256, prompt=256), 8)
     for hidden, width in ((4096, 64), (4096, 256), (1536, 64)):
         for rows, adapters in ((1, 1), (64, 8), (64, 64), (2048, 8)):
             yield _bottleneck(hidden, width, rows, adapters)
@@ -104,6 +114,7 @@ def _kind(operation: Literal["lora", "bottleneck"], rows: int, adapters: int) ->
 
 def _lora(model: str, linear: str, shape: Shape, rank: int | str) -> Case:
     sizes = {"model": model, "linear": linear, "rows": shape.rows, "adapters": shape.adapters, "rank": rank}
+    sizes |= {"prompt": shape.prompt} if shape.prompt else {}
     quick = model == "8B" and linear in ("qkv", "gate_up") and (shape.rows, shape.adapters, rank) in _QUICK
     goal, prepare = _goal(shape.floor, "vllm"), partial(_prepare_lora, shape)
     tuned = ("lora", _kind("lora", shape.rows, shape.adapters))
@@ -115,7 +126,7 @@ def _prepare_lora(shape: Shape) -> Work:
     sets = max(len(pairs), num_sets(2 * shape.elements))
     stride = max(shape.elements, ROTATED_BYTES // 2 // sets // 8 * 8)
     weights = _random(stride * sets)
-    rows = _segments(shape.rows, shape.adapters)
+    rows = _segments(shape.slots)
     calls = []
     for i in range(sets):
         x, y = pairs[i % len(pairs)]
@@ -154,7 +165,7 @@ def _vllm(shape: Shape, pairs: Sequence[Pair]) -> Sequence[Call]:
     rank, slots = max(shape.ranks), shape.adapters
     inner = torch.zeros(len(shape.out_features), shape.rows, rank, device="cuda", dtype=torch.float32)
     meta = LoRAKernelMeta.make(slots, shape.rows, "cuda")
-    meta.prepare_tensors((torch.arange(shape.rows, device="cuda") % slots).int())
+    meta.prepare_tensors(torch.tensor(shape.slots, dtype=torch.int32, device="cuda"))
     args = meta.meta_args(shape.rows, False)
 
     def call(x: Tensor, y: Tensor, a: list[Tensor], b: list[Tensor]) -> None:
@@ -172,7 +183,7 @@ def _vllm(shape: Shape, pairs: Sequence[Pair]) -> Sequence[Call]:
 
 def _gather_bmm(shape: Shape, pairs: Sequence[Pair]) -> Sequence[Call]:
     rank = max(shape.ranks)
-    index = torch.arange(shape.rows, device="cuda") % shape.adapters
+    index = torch.tensor(shape.slots, device="cuda")
 
     def call(x: Tensor, y: Tensor, a: list[Tensor], b: list[Tensor]) -> None:
         for part, a_SRI, b_SOR in zip(y.split(shape.out_features, dim=1), a, b, strict=True):
@@ -202,7 +213,7 @@ def _prepare_bottleneck(hidden: int, width: int, rows: int, adapters: int) -> Wo
     elements += -elements % 8
     sets = max(len(pairs), num_sets(2 * elements * adapters))
     weights = _random(max(elements * adapters * sets, ROTATED_BYTES // 2))
-    segments = _segments(rows, adapters)
+    segments = _segments([t % adapters for t in range(rows)])
     widths = torch.full((adapters,), width, dtype=torch.int32, device="cuda")
     scales = torch.full((adapters,), _TINY, device="cuda")
     form = torch.tensor([0, ops.NON_LINEARITIES.index("relu"), 0], dtype=torch.int32, device="cuda")
@@ -239,8 +250,8 @@ def _activations(rows: int, in_features: int, out_features: int) -> list[Pair]:
     return [(_random(rows, in_features), _random(rows, out_features)) for _ in range(sets)]
 
 
-def _segments(rows: int, adapters: int) -> tuple[Tensor, ...]:
-    segments = ops.sort_by_slot(torch.arange(rows) % adapters)
+def _segments(slots: list[int]) -> tuple[Tensor, ...]:
+    segments = ops.sort_by_slot(torch.tensor(slots))
     return tuple(table.cuda() for table in (segments.row_X, segments.start_G1, segments.slot_G, segments.row_slot_X))
 
 
