@@ -231,7 +231,7 @@ class Bench:
             "held_bytes": held,
             "estimate_bytes": estimated,
             "recompute": str(recompute),
-            "fast_share": round(fast_share(model), 4),
+            "fast_share": round(fast_share(model, case.length) or 0.0, 4),
             "trainable": num_trainable(model),
             "loss_first": round(losses[0], 4),
             "loss_last": round(losses[-1], 4),

@@ -94,8 +94,8 @@ def _summary_text(summary: "RunSummary") -> str:
     peak = _megabytes(summary.peak_memory_bytes)
     padding = f"{summary.padding:.1%} of what was computed was padding" + (", rows packed" if summary.packed else "")
     lines = [f"{summary.steps:,} steps in {summary.seconds:.0f} s{rate}, peak memory {peak}", padding]
-    if summary.fast_share:
-        lines.append(f"{summary.fast_share:.1%} of the decoder's linear layers on the fast path")
+    if summary.fast_share is not None:
+        lines.append(f"{summary.fast_share:.1%} of the model's layers on the fast path")
     if summary.train_loss is not None:
         lines.append(f"loss {summary.train_loss:.4f} at the last step")
     if summary.best_step is not None:

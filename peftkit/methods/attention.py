@@ -45,9 +45,9 @@ def bounded(model: PreTrainedModel, num_rows: int, bounds_S: Tensor | None, long
 
     None where its attention needs a mask, which is logged once.
     """
-    if bounds_S is None or model.config._attn_implementation not in BY_BOUNDS or model.device.type not in DEVICES:
+    if bounds_S is None or model.device.type not in DEVICES:
         return {}
-    reason = _why_not(model, longest)
+    reason = why_masked(model, longest)
     if reason is not None:
         _say(reason)
         return {}
@@ -57,8 +57,11 @@ def bounded(model: PreTrainedModel, num_rows: int, bounds_S: Tensor | None, long
     return {"attention_mask": nothing, "cu_seq_lens_q": bounds_S, "cu_seq_lens_k": bounds_S, **lengths}
 
 
-def _why_not(model: PreTrainedModel, longest: int) -> str | None:
+def why_masked(model: PreTrainedModel, longest: int) -> str | None:
+    """What keeps attention from going by the bounds of sequences, the longest of so many tokens, if anything does."""
     config = model.config
+    if config._attn_implementation not in BY_BOUNDS or model.device.type not in DEVICES:
+        return f"it is {config._attn_implementation} on {model.device.type}"
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     window = getattr(config, "sliding_window", None)
     if model.device.type == "cuda" and not _has_flash(model.device):

@@ -11,7 +11,8 @@ They stand in the modules' places as `forward` of each. So hooks on them hold, a
 in the place of projections: what isn't a frozen linear layer, or LoRA on one, is called as it is. Modules of other
 classes keep their own forward, and so does attention that is called with a cache.
 
-`fuse` installs them and says once what is left out; `fast_share` is the share of a model's decoder that is in.
+`fuse` installs them and says once what is left out; `fast_share` is the share of a model that is in. The output head
+counts among it where the loss takes it for a matrix (`peftkit.train.loss`), attention where it goes by bounds.
 `holding` says when nothing that is trained changes, so that what products take of it is made once.
 """
 
@@ -32,9 +33,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from peftkit.methods.bottleneck import Bottleneck
+from peftkit.methods.attention import why_masked
 from peftkit.methods.lora_group import Copies, Projection
-from peftkit.methods.lora_layers import Adapted, LoraLinear
+from peftkit.methods.lora_layers import Adapted, LoraLinear, WholeModule
 from peftkit.methods.lora_linear import fits, frozen_projection, has_hooks, project, project_joined, why_not
 from peftkit_kernels import (
     add_rms_norm_grad,
@@ -65,7 +66,7 @@ _COPIES, _LINEARS = "peftkit_copies", "peftkit_linears"
 
 
 def fuse(model: PreTrainedModel) -> None:
-    """Gives the modules of `model` the forwards of this file, and logs which linear layers are left out, and why."""
+    """Gives the modules of `model` the forwards of this file, and logs what is left out, and why."""
     copies = Copies()
     for module in model.modules():
         forward = _forward(module)
@@ -75,11 +76,14 @@ def fuse(model: PreTrainedModel) -> None:
         elif isinstance(module, LoraLinear):
             module.fused, module.copies = True, copies
     model.__dict__[_COPIES] = copies
-    reasons = _reasons(model)
-    left = Counter(reason for reason in reasons if reason is not None)
+    left = [
+        f"{count} of {len(reasons)} {kind} ({reason})"
+        for kind, reasons in _reasons(model).items()
+        for reason, count in Counter(reasons).items()
+        if reason is not None
+    ]
     if left:
-        kinds = ", ".join(f"{count} {reason}" for reason, count in left.items())
-        logger.info("%d of the decoder's %d linear layers run as they are: %s", left.total(), len(reasons), kinds)
+        logger.info("off the fast path: %s", ", ".join(left))
 
 
 def unfuse(model: PreTrainedModel) -> None:
@@ -98,25 +102,58 @@ def holding(model: nn.Module) -> AbstractContextManager[None]:
     return nullcontext() if copies is None else copies.hold()
 
 
-def fast_share(model: PreTrainedModel) -> float:
-    """Share of the linear layers of a model's decoder that run as steps of autograd of their own, from 0 to 1."""
+def fast_share(model: PreTrainedModel, longest: int = 0) -> float | None:
+    """Share of the linear layers, norms, gates and attentions of a decoder, and of its output head, that are on the
+    fast path, each counted as one; None for a model that isn't fused.
+
+    Attention is on it where sequences of `longest` tokens go by their bounds.
+    """
+    if _COPIES not in model.__dict__:
+        return None
     reasons = _reasons(model)
-    return reasons.count(None) / max(len(reasons), 1)
+    masked = why_masked(model, longest)
+    reasons["attentions"] = [reason or masked for reason in reasons["attentions"]]
+    every = [reason for each in reasons.values() for reason in each]
+    return every.count(None) / max(len(every), 1)
 
 
-def _reasons(model: PreTrainedModel) -> list[str | None]:
-    """Of each linear layer of the decoder: what keeps it off the fast path, or None."""
+def why_no_matrix(head: nn.Module, dtype: torch.dtype) -> str | None:
+    """What keeps the loss from taking an output head for a frozen matrix on inputs of a dtype, if anything does."""
+    if isinstance(head, WholeModule):
+        return "trained whole"
+    if isinstance(head, Adapted):
+        return "adapted"
+    if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter:
+        return f"of {type(head).__name__}"
+    if "forward" in vars(head):
+        return "whose forward is replaced"
+    return "with a bias" if head.bias is not None else why_not(head, dtype)
+
+
+def _reasons(model: PreTrainedModel) -> dict[str, list[str | None]]:
+    """Kind of module → of each: what keeps it off the fast path, or None; of attention but for `why_masked`."""
     trunk: Any = model.base_model
-    found: list[str | None] = []
+    head = model.get_output_embeddings()
+    dtype, linears, norms = model.dtype, list[str | None](), list[str | None]()
+    gate = None if model.config.hidden_act in _ACTIVATIONS else f"of {model.config.hidden_act}"
     for layer in trunk.layers:
-        for block in layer.children():
-            inner = [] if isinstance(block, Bottleneck) else block.children()
-            for linear in inner:
-                if isinstance(linear, nn.Linear | Adapted):
-                    fused = linear.fused if isinstance(linear, LoraLinear) else _is_fused(block)
-                    reason = _why_not(linear, layer.input_layernorm.weight.dtype)
-                    found.append(reason if fused else f"in {type(block).__name__}")
-    return found
+        linears += [
+            _why_not(linear, block, dtype)
+            for block in (layer.self_attn, layer.mlp)
+            for linear in block.children()
+            if isinstance(linear, nn.Linear | Adapted)
+        ]
+        # a layer with its own forward adds residuals in passes of their own
+        own, of_heads = _unfused(layer), [getattr(layer.self_attn, name, None) for name in ("q_norm", "k_norm")]
+        norms += [own or _why_not_norm(norm, dtype) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+        norms += [_why_not_norm(norm, dtype) for norm in of_heads if norm is not None]
+    return {
+        "linear layers": linears,
+        "norms": [*norms, _why_not_norm(trunk.norm, dtype)],
+        "gates": [_unfused(layer.mlp) or gate for layer in trunk.layers],
+        "attentions": [_unfused(layer.self_attn) for layer in trunk.layers],
+        "output heads": [] if head is None else [why_no_matrix(head, dtype)],
+    }
 
 
 def _forward(module: nn.Module) -> Callable[..., Any] | None:
@@ -220,26 +257,17 @@ def _layer(
 
 def _blocks(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     before, after = self.input_layernorm, self.post_attention_layernorm
-    if _is_plain(before, hidden_states):
+    if _why_not_norm(before, hidden_states.dtype) is None:
         normed, residual = rms_norm_beside_grad(hidden_states, before.weight, before.variance_epsilon)
     else:
         normed, residual = before(hidden_states), hidden_states
     attended, _ = self.self_attn(hidden_states=normed, **kwargs)
-    if _is_plain(after, attended):
+    if _why_not_norm(after, attended.dtype) is None:
         normed, residual = add_rms_norm_grad(attended, residual, after.weight, after.variance_epsilon)
     else:
         residual = residual + attended
         normed = after(residual)
     return residual + self.mlp(normed)
-
-
-def _is_plain(norm: Any, x: Tensor) -> bool:
-    """Whether a norm's own module does what `_norm` does, and nobody looks at its calls."""
-    forward = getattr(norm.__dict__.get("forward"), "__func__", None)
-    if forward is not _norm or has_hooks(norm):
-        return False
-    weight_H = norm._parameters["weight"]
-    return not weight_H.requires_grad and weight_H.dtype == x.dtype
 
 
 def _norm(self: Any, hidden_states: Tensor) -> Tensor:
@@ -321,7 +349,31 @@ _FORWARDS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 """End of a class's name → the forward in the place of its own."""
 
 
-def _why_not(layer: nn.Module, dtype: torch.dtype) -> str | None:
+def _why_not(layer: nn.Module, block: nn.Module, dtype: torch.dtype) -> str | None:
+    """What keeps a linear layer of a block from being part of a step of autograd, if anything does."""
+    if isinstance(layer, WholeModule):
+        return "trained whole"
     if not isinstance(layer, LoraLinear):
-        return why_not(layer, dtype)
+        return _unfused(block) or why_not(layer, dtype)
+    if not layer.fused:
+        return f"in {type(block).__name__}"
     return "with a hook" if has_hooks(layer) else why_not(layer.base_layer, dtype)
+
+
+def _unfused(module: nn.Module) -> str | None:
+    """The class of a module that keeps its own forward, as the reason of what is in it."""
+    return None if _is_fused(module) else f"in {type(module).__name__}"
+
+
+def _why_not_norm(norm: Any, dtype: torch.dtype) -> str | None:
+    """What keeps a norm from doing what `_norm` does on inputs of a dtype, with a residual too, if anything does."""
+    if isinstance(norm, WholeModule):
+        return "trained whole"
+    if getattr(norm.__dict__.get("forward"), "__func__", None) is not _norm:
+        return f"of {type(norm).__name__}"
+    if has_hooks(norm):
+        return "with a hook"
+    weight_H = norm._parameters["weight"]
+    if weight_H.requires_grad:
+        return "trained whole"
+    return None if weight_H.dtype == dtype else f"that compute in {str(weight_H.dtype).removeprefix('torch.')}"

@@ -11,8 +11,8 @@ is three steps in memory that the next chunk takes over:
     logits  ← softmax(logits) - onehot(target)
     dhidden = logits W
 
-Any other head, one that is trained or adapted or has a bias, runs its own forward and backward. B rows, T tokens,
-N targets, H hidden, V vocabulary.
+Any other head, one that is trained or adapted or has a bias, runs its own forward and backward: `fuse` logs it, and it
+is off the fast path. B rows, T tokens, N targets, H hidden, V vocabulary.
 """
 # pyright: reportIncompatibleMethodOverride=false
 
@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from peftkit.data import IGNORED, Batch, block_mask
 from peftkit.methods.attention import bounded
+from peftkit.methods.fused import why_no_matrix
 from peftkit_kernels import cross_entropy, cross_entropy_grad
 
 CHUNK_LOGITS = 2**25
@@ -69,10 +70,10 @@ def last_hidden(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 def projected_loss_sum(hidden_NH: Tensor, targets_N: Tensor, head: nn.Module) -> Tensor:
     """Σ cross_entropy(head(hidden), target) with gradients for `hidden_NH` and the head's trainable parameters."""
-    weight_VH = _frozen_matrix(head, hidden_NH)
-    if weight_VH is not None and torch.is_grad_enabled() and hidden_NH.requires_grad:
-        return _FrozenLoss.apply(hidden_NH, targets_N, weight_VH)
-    if weight_VH is not None:
+    if why_no_matrix(head, hidden_NH.dtype) is None:
+        weight_VH = head.get_parameter("weight")
+        if torch.is_grad_enabled() and hidden_NH.requires_grad:
+            return _FrozenLoss.apply(hidden_NH, targets_N, weight_VH)
         chunks = _projected(hidden_NH, weight_VH)
         return torch.cat([cross_entropy(logits_NV, targets_N[part]) for part, logits_NV in chunks]).sum()
     if not torch.is_grad_enabled():
@@ -99,15 +100,6 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, dy_NH: Tensor) -> tuple[Tensor, None]:
         (index_N,) = ctx.saved_tensors
         return dy_NH.new_zeros(ctx.num_rows, dy_NH.shape[1]).index_copy_(0, index_N, dy_NH), None
-
-
-def _frozen_matrix(head: nn.Module, hidden_NH: Tensor) -> Tensor | None:
-    """The weight of a head that is nothing but a frozen matrix in memory, in the type of its input."""
-    if type(head) is not nn.Linear or head.bias is not None or head._forward_hooks or head._forward_pre_hooks:
-        return None
-    weight_VH = head.weight
-    frozen = type(weight_VH) is nn.Parameter and not weight_VH.requires_grad and "forward" not in vars(head)
-    return weight_VH if frozen and weight_VH.dtype == hidden_NH.dtype else None
 
 
 class _FrozenLoss(torch.autograd.Function):

@@ -124,8 +124,12 @@ class Prepared:
         settings = self.recipe.train
         if settings.batch_size is None:
             return settings.batch_tokens
-        longest = self.recipe.data.max_length if isinstance(self.train, Stream) else max(self.train.lengths)
-        return min(settings.batch_tokens, settings.batch_size * longest)
+        return min(settings.batch_tokens, settings.batch_size * self.longest)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest training row, or the most that a streamed one may have."""
+        return self.recipe.data.max_length if isinstance(self.train, Stream) else max(self.train.lengths)
 
     def padding(self) -> tuple[float, float]:
         """Share of the computed positions that is padding: with packing, and without."""

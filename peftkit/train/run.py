@@ -92,8 +92,8 @@ class RunSummary:
     """Rows were laid end to end."""
     padding: float
     """Share of the computed positions that was padding."""
-    fast_share: float
-    """Share of the decoder's linear layers on the fast path; 0 on a CPU."""
+    fast_share: float | None
+    """Share of the model's layers on the fast path, see `peftkit.methods.fast_share`; None on a CPU, which has none."""
     peak_memory_bytes: int
     """Most memory in use: of the GPU where there is one, else of the process since its start."""
 
@@ -103,9 +103,10 @@ def train(
 ) -> RunSummary:
     """Trains by `recipe` into its `out` folder and exports the adapter there.
 
-    `resume` goes on from the last whole checkpoint with the bits an uninterrupted run has; `overwrite` replaces a run
-    that is there. `progress` opens a display, `peftkit.cli.output.progress` or one like it; None shows nothing. The
-    process's random generators are seeded, and SIGINT is handled while it trains when called in the main thread.
+    `resume` goes on from the last whole checkpoint, on a CPU with the bits an uninterrupted run has; `overwrite`
+    replaces a run that is there. `progress` opens a display, `peftkit.cli.output.progress` or one like it; None shows
+    nothing. The process's random generators are seeded, and SIGINT is handled while it trains when called in the main
+    thread.
     Raises InputError's family for bad input, RunError for what fails while running, Interrupted after Ctrl-C.
     """
     (summary,) = train_runs(Runs((recipe,)), resume=resume, overwrite=overwrite, progress=progress)
@@ -328,6 +329,6 @@ def _summarise(prepared: Prepared, trainer: Trainer, artifact: Artifact) -> RunS
         tokens_per_s=state.tokens / state.seconds if state.seconds else None,
         packed=prepared.packed,
         padding=1 - state.tokens / state.positions if state.positions else 0.0,
-        fast_share=fast_share(prepared.model),
+        fast_share=fast_share(prepared.model, prepared.longest),
         peak_memory_bytes=peak_memory(prepared.accelerator.device),
     )

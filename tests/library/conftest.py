@@ -3,7 +3,7 @@
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from peftkit.methods import attention as attention_by_bounds
 from peftkit.recipe import Recipe
 
 
@@ -48,6 +49,15 @@ def make_recipe(tiny_base: Path, tmp_path: Path) -> Callable[..., Recipe]:
         return Recipe.model_validate(content)
 
     return make
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lets attention on a CPU and float32 go by bounds."""
+    monkeypatch.setattr(attention_by_bounds, "DEVICES", frozenset({"cpu"}))
+    monkeypatch.setattr(attention_by_bounds, "_DTYPES", frozenset({torch.float32}))
+    yield
+    attention_by_bounds._say.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -42,9 +42,19 @@ def test_a_run_ends_with_its_figures_and_the_adapters_folder(recipe: str, tmp_pa
     assert code == 0, err
     assert out.splitlines()[0].startswith("3 steps in ")
     assert out.splitlines()[-1] == f"adapter (last) in {tmp_path / 'run'}"
+    assert "fast path" not in out  # which a CPU doesn't have
     assert "train: 3/3 step" in err and "tokens_per_s" in err
     record = read_adapter(tmp_path / "run").record
     assert record["recipe"]["optim"]["lr"] == 1e-3
+
+
+def test_a_run_with_nothing_on_the_fast_path_says_so(
+    recipe: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peftkit.train.run.fast_share", lambda *_: 0.0)
+    code, out, err = answer(capsys, recipe, "train.max_steps=1")
+    assert code == 0, err
+    assert "0.0% of the model's layers on the fast path" in out.splitlines()
 
 
 def test_a_run_is_deployed_under_its_own_name_with_nothing_but_the_adapter(

@@ -41,6 +41,7 @@ from peftkit.methods import (
     holding,
     unfuse,
 )
+from peftkit.methods.attention import attend_by_bounds
 from peftkit.methods.frozen import Reader
 from peftkit.recipe import Recipe
 from peftkit.train import prepare, train
@@ -57,6 +58,10 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.2,
     "pad_token_id": 0,
 }
+
+MODULES, MASKED = 14 + 5 + 2 + 2 + 1, 14 + 5 + 2 + 1
+"""Linear layers, norms, gates, attentions and the head of two layers: all, and those on the fast path on a CPU."""
+WHOLE_ENDS = "1 of 5 norms (trained whole), 1 of 1 output heads (trained whole)"
 
 BASES: dict[str, Callable[[int | None], PreTrainedModel]] = {
     "llama": lambda _: LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True)),
@@ -244,7 +249,7 @@ def test_detaching_gives_the_base_back(seed: int) -> None:
     fuse(model)
     detach(model)
     assert not any("forward" in module.__dict__ for module in model.modules())
-    assert fast_share(model) == 0.0
+    assert fast_share(model) is None
     torch.manual_seed(seed)
     torch.testing.assert_close(model(**batch).logits, BASES["qwen3"](None).train()(**batch).logits, rtol=0, atol=0)
 
@@ -268,8 +273,8 @@ def test_hooks_and_wrapped_modules_hold(seed: int, caplog: pytest.LogCaptureFixt
     assert called == ["k", "attention", "norm"]
     with caplog.at_level(logging.INFO, "peftkit"):
         fuse(model)
-    assert caplog.messages == ["1 of the decoder's 14 linear layers run as they are: 1 with a hook"]
-    assert fast_share(model) == pytest.approx(13 / 14)
+    assert caplog.messages == ["off the fast path: 1 of 14 linear layers (with a hook), 1 of 5 norms (with a hook)"]
+    assert fast_share(model) == pytest.approx((MASKED - 2) / MODULES)
     assert_same(loss_and_gradients(model, batch), wanted, 1e-5)
     assert called == ["k", "attention", "norm"] * 2
 
@@ -317,17 +322,65 @@ def test_modules_of_another_class_keep_their_forward(seed: int, caplog: pytest.L
         layer.mlp.__class__ = OwnMLP
     with caplog.at_level(logging.INFO, "peftkit"):
         fuse(model)
-    assert caplog.messages == ["4 of the decoder's 14 linear layers run as they are: 4 in OwnMLP"]
+    assert caplog.messages == ["off the fast path: 4 of 14 linear layers (in OwnMLP), 2 of 2 gates (in OwnMLP)"]
+    assert fast_share(model) == pytest.approx((MASKED - 6) / MODULES)
     assert_same(loss_and_gradients(model, batch), wanted, 1e-5)
 
 
-def test_all_of_a_plain_adapters_base_is_fast_and_nothing_is_said(seed: int, caplog: pytest.LogCaptureFixture) -> None:
-    for config in (CONFIGS[0], CONFIGS[7], CONFIGS[11], CONFIGS[13]):
-        model = a_model("llama", config, seed)
-        assert fast_share(model) == 0.0
-        with caplog.at_level(logging.INFO, "peftkit"):
-            fuse(model)
-        assert fast_share(model) == 1.0 and not caplog.messages
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("config", [CONFIGS[index] for index in (0, 2, 7, 10)], ids=name_of)
+def test_all_of_a_plain_adapters_base_is_fast_and_nothing_is_said(
+    seed: int, base: str, config: MethodConfig, caplog: pytest.LogCaptureFixture, everywhere: None
+) -> None:
+    model = BASES[base](None).requires_grad_(False)
+    attend_by_bounds(model)
+    attach(model, config, seed=seed)
+    assert fast_share(model) is None
+    with caplog.at_level(logging.INFO, "peftkit"):
+        fuse(model)
+    assert fast_share(model, longest=14) == 1.0 and not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("config", "said", "left"),
+    [
+        (CONFIGS[4], "1 of 1 output heads (adapted)", 1),
+        (CONFIGS[5], "1 of 14 linear layers (trained whole), 5 of 5 norms (trained whole)", 6),
+        (LoraConfig(r=4, modules_to_save=["lm_head", "0.input_layernorm"]), WHOLE_ENDS, 2),
+        (CONFIGS[8], "2 of 5 norms (with a hook)", 2),
+    ],
+    ids=lambda value: value if isinstance(value, (str, int)) else name_of(value),
+)
+def test_what_an_adapter_leaves_out_is_counted_and_said(
+    seed: int, config: MethodConfig, said: str, left: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = a_model("llama", config, seed)
+    with caplog.at_level(logging.INFO, "peftkit"):
+        fuse(model)
+    assert caplog.messages == [f"off the fast path: {said}"]
+    assert fast_share(model) == pytest.approx((MASKED - left) / MODULES)
+
+
+def test_a_biased_head_an_unknown_activation_and_a_norm_in_another_type_are_said(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="relu")).requires_grad_(False)
+    model.lm_head = nn.Linear(32, 97).requires_grad_(False)
+    model.base_model.norm.double()
+    with caplog.at_level(logging.INFO, "peftkit"):
+        fuse(model)
+    said = "1 of 5 norms (that compute in float64), 2 of 2 gates (of relu), 1 of 1 output heads (with a bias)"
+    assert caplog.messages == [f"off the fast path: {said}"]
+    assert fast_share(model) == pytest.approx((MASKED - 4) / MODULES)
+
+
+def test_attention_counts_where_the_longest_row_goes_by_bounds(everywhere: None) -> None:
+    model = BASES["mistral"](9).requires_grad_(False)
+    attend_by_bounds(model)
+    fuse(model)
+    assert fast_share(model, longest=9) == 1.0
+    assert fast_share(model, longest=10) == pytest.approx(MASKED / MODULES)
 
 
 def test_gate_and_up_are_overwritten_unless_dora_needs_them(seed: int) -> None:
@@ -408,7 +461,7 @@ def test_a_run_loses_the_same_through_it(
             monkeypatch.setattr(prepare, "_packing", lambda model, *rest: (fuse(model), packing(model, *rest))[1])
         summary = train(make_recipe(method={"variant": variant}, quant={"kind": quant}, out=str(tmp_path / name)))
         losses.append(summary.train_loss)
-        assert summary.fast_share == (1.0 if name == "fused" else 0.0)
+        assert summary.fast_share == (pytest.approx(MASKED / MODULES) if name == "fused" else None)
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
@@ -428,7 +481,7 @@ def test_a_base_goes_with_its_run(
     monkeypatch.setattr(prepare, "_packing", fused)
     method = {"kind": "lora", "targets": ["v_proj"]} if kind == "lora" else {"kind": kind}
     recipe = make_recipe(quant={"kind": quant}, train={"max_steps": 2}).model_dump()
-    assert train(Recipe.model_validate({**recipe, "method": method})).fast_share == 1.0
+    assert train(Recipe.model_validate({**recipe, "method": method})).fast_share == pytest.approx(MASKED / MODULES)
     gc.collect()
     assert weights and not any(weight() is not None for weight in weights)
 

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from peftkit.data.sampler import Shape
 from peftkit.methods import LoraConfig, LoraSite, attach, fast_share, fuse, holding
+from peftkit.methods.attention import attend_by_bounds
 from peftkit.methods.frozen import JOINED_BYTES, dequantized
 from peftkit.methods.lora_group import Projection
 from peftkit.methods.lora_layers import LoraLinear
@@ -159,7 +160,8 @@ def test_twenty_steps_lose_what_the_modules_do(seed: int, quantised: bool, varia
         if fused:
             fuse(model)
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            assert fast_share(model) == 1.0
+            attend_by_bounds(model)
+            assert fast_share(model, longest=256) == 1.0
         # a rate at which what is rounded differently doesn't grow from step to step
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-4)
         losses.append([])

@@ -1,7 +1,6 @@
 """Attention by the bounds of sequences: the same as by a mask, for every family and method, and without the mask."""
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,9 +22,9 @@ from peftkit.methods import (
     attach,
     attached,
     detach,
+    fast_share,
     fuse,
 )
-from peftkit.methods import attention as attention_by_bounds
 from peftkit.methods.attention import ATTENTION, InFront, attend_by_bounds, bounded, over_sequences
 from peftkit.train.loss import token_loss_sum
 from peftkit.train.recompute import Recompute, set_recompute
@@ -36,15 +35,6 @@ METHODS: dict[str, Any] = {
     "prefix": PrefixTuningConfig(num_virtual_tokens=3),
     "ptuning_v2": PTuningV2Config(num_virtual_tokens=5),
 }
-
-
-@pytest.fixture
-def everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Lets a CPU and float32 go by bounds."""
-    monkeypatch.setattr(attention_by_bounds, "DEVICES", frozenset({"cpu"}))
-    monkeypatch.setattr(attention_by_bounds, "_DTYPES", frozenset({torch.float32}))
-    yield
-    attention_by_bounds._say.cache_clear()
 
 
 def model_of(family: str, **settings: Any) -> PreTrainedModel:
@@ -207,6 +197,19 @@ def test_what_needs_a_mask_gets_one_and_says_so_once(
     assert torch.equal(losses[0], losses[2])
     assert [record.getMessage() for record in caplog.records if reason in record.getMessage()] != []
     assert sum(reason in record.getMessage() for record in caplog.records) == 1
+
+
+def test_another_implementation_is_told_of_and_off_the_fast_path(
+    caplog: pytest.LogCaptureFixture, everywhere: None
+) -> None:
+    caplog.set_level("INFO")
+    model = model_of("llama")
+    model.config._attn_implementation = "eager"
+    attend_by_bounds(model)
+    fuse(model)
+    token_loss_sum(model, batches(random.Random(0))["padded"])
+    assert caplog.messages == ["attention goes by a mask, not by the bounds of sequences: it is eager on cpu"]
+    assert fast_share(model) == pytest.approx(22 / 24)
 
 
 def test_answers_and_detaching_are_as_they_were(everywhere: None) -> None:
