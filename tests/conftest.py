@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections import defaultdict
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -103,3 +104,29 @@ def compute_capability_90(monkeypatch: pytest.MonkeyPatch) -> None:
             return GPUTarget("cuda", 90, 32)
 
     monkeypatch.setattr(driver, "_active", Device())
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What Triton's kernels take, a line each, after the tests that compile them."""
+    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.getreports(outcome)]
+    taken: defaultdict[str, defaultdict[int, list[dict[str, int]]]] = defaultdict(lambda: defaultdict(list))
+    for properties in (dict(report.user_properties) for report in reports):
+        if "registers" in properties:
+            taken[properties["kernel"]][properties["capability"]].append(properties)
+    if not taken:
+        return
+    capabilities = sorted({capability for by_capability in taken.values() for capability in by_capability})
+    columns = [f"{capability // 10}.{capability % 10}" for capability in capabilities]
+    terminalreporter.section("kernels, most of all variants: registers, spills, KiB of shared memory; variants")
+    terminalreporter.line(" " * 32 + "".join(f"{column:>20}" for column in columns))
+    for kernel, by_capability in sorted(taken.items()):
+        cells = [_kernel_cell(by_capability[capability]) for capability in capabilities]
+        terminalreporter.line(f"{kernel:<32}" + "".join(f"{cell:>20}" for cell in cells))
+
+
+def _kernel_cell(variants: list[dict[str, int]]) -> str:
+    if not variants:
+        return "–"
+    registers, spills = (max(one[name] for one in variants) for name in ("registers", "spills"))
+    shared = max(one["shared_bytes"] + one["own_shared_bytes"] for one in variants)
+    return f"{registers}, {spills}, {shared / 1024:.0f}; {len(variants)}"

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles ahead of time, without a GPU, and spills no registers; the figures are printed."""
+"""Every Triton kernel compiles ahead of time, without a GPU, and spills no registers; the run ends with the figures."""
 
 import importlib
 import inspect
@@ -66,6 +66,7 @@ def test_a_kernel_compiles_and_keeps_its_registers(
 ) -> None:
     compiled = compile_for(specimen, capability)
     figures = {
+        "kernel": specimen.kernel.__name__,
         "capability": capability,
         "registers": compiled.registers,
         "spills": compiled.spills,
@@ -76,7 +77,7 @@ def test_a_kernel_compiles_and_keeps_its_registers(
     }
     for name, value in figures.items():
         record_property(name, value)
-    print(specimen.kernel.__name__, dict(specimen.constants), figures)
+    print(dict(specimen.constants), figures)
     assert compiled.spills == 0
     assert compiled.registers <= MOST_REGISTERS
     assert compiled.registers * specimen.num_warps * 32 <= 1 << 16
