@@ -20,7 +20,10 @@ GROUPS = (
     ("adapters", r"_(shrink|expand|down|down_rows|up)|expand_walk"),
     ("norm, rope, gate", r"_rms_norm|rope_kernel|_gated"),
     ("sampling", r"_(peak|limit|draw)|.*(argmax|softmax|multinomial).*"),
-    ("linears", r"(few|wide|scaled|spread|\w*parts)_kernel|_(linear|dequantize)|.*(nvjet|gemm|gemv|cutlass|cublas|splitk|xmma).*"),
+    (
+        "linears",
+        r"(few|wide|scaled|spread|\w*parts)_kernel|_(linear|dequantize)|.*(nvjet|gemm|gemv|cutlass|cublas|splitk|xmma).*",
+    ),
     ("copies", r"_(copy|gather)|.*(memcpy|memset|copy|index|gather|scatter|fill|cat|sort|scan|arange|elementwise).*"),
 )
 """Name of a group → what its kernels are called, the template's arguments left off; the first that matches counts."""
